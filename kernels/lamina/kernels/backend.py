@@ -1,0 +1,216 @@
+"""The Backend interface: memory, op launches, streams, graphs, events. One conformance suite tests every backend.
+
+Required methods are abstract; optional ones have a default that raises `Unsupported` or does nothing, and a flag in
+`Capabilities` says so (B-02). A backend object belongs to one compute thread; nothing here locks.
+
+A step is recorded once and replayed: `capture(fn)` records the ops `fn` launches *without running them*, and
+`replay(graph, shape)` runs them. Row counts, positions, lengths, block tables and tokens are read at replay, from the
+`StepShape` and from buffers, never baked in.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.kernels.buffer import Buffer, DType, Extent, HostTensor, KvCache, StepLimits, StepShape, Weight
+from lamina.kernels.ops import Args, OpSpec, validate_args
+from lamina.spec.errors import CapacityExceeded, LaminaError
+
+
+class Unsupported(LaminaError):
+    """An optional concern that this backend does not have; its capability flag is false."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do beyond the required methods, and what it promises."""
+
+    graphs: bool = False  # replay costs less than launching the ops one by one
+    streams: bool = False
+    events: bool = False
+    pinned_memory: bool = False
+    batch_invariant: bool = False  # a token's result does not depend on its company
+    kv_dtypes: frozenset[DType] = frozenset({DType.F32})
+    compute_dtype: str = "f32"
+    kernel: str = ""  # which kernel family serves the linears, for the capability table
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """The device behind a backend: kind ("cpu", "cuda", "mock"), human name, memory in bytes."""
+
+    kind: str
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+class Graph(ABC):
+    """A recording of ops that can be replayed. Destroyed explicitly."""
+
+    num_launches: int
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """Free what the recording holds; replaying it afterwards is an error."""
+
+
+class Stream:
+    """An ordered queue of device work; backends with real streams derive from it."""
+
+
+class Event:
+    """A point in a stream; backends with real events derive from it."""
+
+
+class Backend(ABC):
+    """One device. See the module docstring for the contract of recording and replay."""
+
+    name: str
+    capabilities: Capabilities
+
+    # -- memory
+
+    @abstractmethod
+    def device_facts(self) -> DeviceFacts:
+        """Name and memory of the device now (free memory is asked of the driver or OS, not remembered)."""
+
+    @abstractmethod
+    def alloc(self, shape: tuple[int, ...], dtype: DType, extent: Extent = Extent.FIXED) -> Buffer:
+        """A zeroed buffer of shape (rows,) or (rows, columns). Raises CapacityExceeded with asked and free bytes."""
+
+    @abstractmethod
+    def free(self, buffer: Buffer) -> None:
+        """Give the memory back; views of it become invalid."""
+
+    @abstractmethod
+    def upload(self, buffer: Buffer, values: NDArray[np.generic]) -> None:
+        """Copy host values into the first rows of the buffer (dtype must match, or be f32 for f16/bf16 buffers)."""
+
+    @abstractmethod
+    def download(self, buffer: Buffer, num_rows: int) -> NDArray[np.generic]:
+        """The first rows on the host, in a fresh array; waits for work that writes them."""
+
+    @abstractmethod
+    def copy(self, source: Buffer, target: Buffer, num_rows: int) -> None:
+        """Device-to-device copy of the first rows, in stream order."""
+
+    @abstractmethod
+    def load_weight(self, parts: Sequence[HostTensor], bias: NDArray[np.float32] | None = None) -> Weight:
+        """Stack matrices of equal `cols` by rows and lay them out for this device; one copy is kept.
+
+        Serves `linear`, `gated_linear` and `embed` alike. `bias` is f32 [sum of rows]. Raises CapacityExceeded.
+        """
+
+    @abstractmethod
+    def free_weight(self, weight: Weight) -> None:
+        """Give the weight's memory back."""
+
+    @abstractmethod
+    def alloc_kv(self, num_blocks: int, num_kv_heads: int, key_dim: int, value_dim: int, dtype: DType) -> KvCache:
+        """The paged cache of one layer. Raises Unsupported for a dtype or head size it has no kernel for (B-16)."""
+
+    @abstractmethod
+    def free_kv(self, cache: KvCache) -> None:
+        """Give the cache's memory back."""
+
+    @abstractmethod
+    def kv_bytes_per_block(self, num_kv_heads: int, key_dim: int, value_dim: int, dtype: DType) -> int:
+        """Exact bytes that one block of one layer occupies on this device, K and V together."""
+
+    @abstractmethod
+    def copy_kv_block(self, cache: KvCache, source: int, target: int) -> None:
+        """Copy one block (a partly filled block is copied, never shared)."""
+
+    @abstractmethod
+    def read_kv(
+        self, cache: KvCache, blocks: Sequence[int], num_tokens: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """K [num_tokens, kv_heads, key_dim] and V [.., value_dim] of a block list, as float32 (tests, migration)."""
+
+    def workspace_bytes(self, limits: StepLimits, max_in_features: int, max_out_features: int) -> int:
+        """Bytes of private scratch that ops of these sizes need beyond the arena; 0 by default."""
+        return 0
+
+    def reserve_workspace(self, limits: StepLimits, max_in_features: int, max_out_features: int) -> None:
+        """Allocate that scratch, once, before the first launch. Raises CapacityExceeded."""
+
+    def alloc_pinned(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Zeroed page-locked host memory (B-10)."""
+        raise Unsupported(f"{self.name} has no pinned memory")
+
+    # -- op launches
+
+    def launch(self, op: OpSpec, args: Args) -> None:
+        """Validate the arguments (B-05), then run the op at the current shape, or record it while capturing."""
+        validate_args(op, args)
+        self._launch(op, args)
+
+    @abstractmethod
+    def _launch(self, op: OpSpec, args: Args) -> None:
+        """Run or record one validated op."""
+
+    @abstractmethod
+    def set_shape(self, shape: StepShape) -> None:
+        """The sizes that ops launched from now on run at."""
+
+    @abstractmethod
+    def supports(self, op: OpSpec) -> bool:
+        """Whether this backend has the op."""
+
+    # -- streams
+
+    def create_stream(self) -> Stream:
+        """Another queue beside the default one."""
+        raise Unsupported(f"{self.name} has one implicit stream")
+
+    def synchronize(self) -> None:
+        """Wait until all launched work is done; nothing to do where launches are synchronous."""
+
+    def bind_to_thread(self) -> None:
+        """Make the device current for the calling thread (B-04); nothing to do on hosts."""
+
+    # -- graphs
+
+    @abstractmethod
+    def capture(self, fn: Callable[[], None], shape: StepShape) -> Graph:
+        """Record what `fn` launches without running it; a failure inside leaves no capture open (B-09).
+
+        `shape` is a shape of the bucket the graph will be replayed in.
+        """
+
+    @abstractmethod
+    def replay(self, graph: Graph, shape: StepShape) -> None:
+        """Run the recording at this shape."""
+
+    def graph_bucket(self, shape: StepShape) -> Hashable | None:
+        """Steps of equal bucket share one recording; None means run this shape op by op. One bucket by default."""
+        return 0
+
+    # -- events
+
+    def create_event(self) -> Event:
+        """A point in the default stream to wait for."""
+        raise Unsupported(f"{self.name} has no events")
+
+    def record_event(self, event: Event) -> None:
+        """Mark the default stream's present end."""
+        raise Unsupported(f"{self.name} has no events")
+
+    def wait_event(self, event: Event) -> None:
+        """Block the calling thread until the event's work is done."""
+        raise Unsupported(f"{self.name} has no events")
+
+    def close(self) -> None:
+        """Give back what the backend itself holds (thread pool, workspace)."""
+
+
+def require_free(what: str, asked_bytes: int, facts: DeviceFacts) -> None:
+    """Raise CapacityExceeded with both numbers if `asked_bytes` is more than the device has free."""
+    if asked_bytes > facts.free_bytes:
+        raise CapacityExceeded(
+            f"{what} needs {asked_bytes / 2**20:.1f} MiB, {facts.name} has {facts.free_bytes / 2**20:.1f} MiB free"
+        )

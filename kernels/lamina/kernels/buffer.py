@@ -1,0 +1,144 @@
+"""Values that cross the Backend interface: buffers, weights, KV caches, step shapes. All opaque above it.
+
+A `Buffer` is memory plus a shape whose leading dimension may be symbolic: `Extent` says what it counts, and the
+`StepShape` in force when an op runs (or is replayed) says how many. So a recording never bakes in a row count.
+"""
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.spec.quant import GgmlType
+
+BLOCK_TOKENS = 16  # tokens per KV block, the same on every stage and backend
+
+
+class DType(Enum):
+    """Element types of buffers and KV caches; `itemsize` in bytes (Q8_0 exists in KV caches only)."""
+
+    F32 = "f32"
+    F16 = "f16"
+    BF16 = "bf16"
+    I32 = "i32"
+    U8 = "u8"
+    Q8_0 = "q8_0"
+
+
+class Extent(Enum):
+    """What a buffer's leading dimension counts at run time; FIXED means the shape is meant as it stands."""
+
+    FIXED = "fixed"
+    ROWS = "rows"
+    SEQS = "seqs"
+    LOGIT_ROWS = "logit_rows"
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The run-time sizes of one step: token rows, sequences, and rows whose logits are wanted."""
+
+    num_rows: int
+    num_seqs: int
+    num_logit_rows: int
+
+    def count(self, extent: Extent, fixed: int) -> int:
+        """Rows in force for a buffer of this extent; `fixed` is its leading dimension."""
+        match extent:
+            case Extent.FIXED:
+                return fixed
+            case Extent.ROWS:
+                return self.num_rows
+            case Extent.SEQS:
+                return self.num_seqs
+            case Extent.LOGIT_ROWS:
+                return self.num_logit_rows
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The worst case that an arena and a backend's workspace are sized for."""
+
+    max_rows: int
+    max_seqs: int
+    max_logit_rows: int
+    max_blocks_per_seq: int
+
+    def admits(self, shape: StepShape) -> bool:
+        """Whether a step of this shape fits."""
+        return (
+            0 < shape.num_rows <= self.max_rows
+            and 0 < shape.num_seqs <= self.max_seqs
+            and 0 <= shape.num_logit_rows <= self.max_logit_rows
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """Memory of one backend. `storage` is the backend's own; `offset` and `row_stride` are in elements of `dtype`.
+
+    Shape is (rows,) or (rows, columns), row-major; a column view keeps its parent's row stride.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    extent: Extent
+    storage: object = field(repr=False)
+    row_stride: int
+    offset: int = 0
+
+    @property
+    def num_columns(self) -> int:
+        """Elements per row (1 for a vector)."""
+        return self.shape[1] if len(self.shape) == 2 else 1
+
+    def columns(self, start: int, stop: int) -> "Buffer":
+        """The view [:, start:stop] of a two-dimensional buffer; no copy."""
+        if len(self.shape) != 2 or not 0 <= start < stop <= self.shape[1]:
+            raise ValueError(f"columns [{start}:{stop}] are not within a buffer of shape {self.shape}")
+        return replace(self, shape=(self.shape[0], stop - start), offset=self.offset + start)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostTensor:
+    """A tensor as it lies in the checkpoint: raw GGUF blocks, `data` uint8 [rows, bytes per row], `cols` values a row."""
+
+    type: GgmlType
+    rows: int
+    cols: int
+    data: NDArray[np.uint8] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weight:
+    """One or several matrices of equal in_features, stacked by rows, in the backend's own layout, with optional bias.
+
+    `part_rows` are the out_features of each stacked part; `num_bytes` is what it occupies on the device.
+    """
+
+    in_features: int
+    part_rows: tuple[int, ...]
+    num_bytes: int
+    storage: object = field(repr=False)
+
+    @property
+    def out_features(self) -> int:
+        """Rows of all parts together."""
+        return sum(self.part_rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KvCache:
+    """The paged K and V of one layer; the layout inside a block is the backend's own."""
+
+    num_blocks: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: DType
+    num_bytes: int
+    storage: object = field(repr=False)
+
+
+Operand = Buffer | Weight | KvCache
