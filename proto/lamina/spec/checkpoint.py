@@ -7,9 +7,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar, overload
 
 from lamina.spec.errors import InvalidCheckpoint
 from lamina.spec.quant import GgmlType
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,13 @@ class TensorIndex(Mapping[str, TensorInfo]):
             return self._by_name[name]
         except KeyError:
             raise InvalidCheckpoint(f"the checkpoint has no tensor {name}") from None
+
+    @overload
+    def get(self, name: str, /) -> TensorInfo | None: ...
+    @overload
+    def get(self, name: str, /, default: TensorInfo | T) -> TensorInfo | T: ...
+    def get(self, name: str, /, default: object = None) -> object:
+        return self._by_name.get(name, default)
 
     def __contains__(self, name: object) -> bool:
         return name in self._by_name

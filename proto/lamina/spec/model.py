@@ -4,6 +4,7 @@ One frozen ModelSpec describes any model we run; it is compared, hashed and sent
 format, no backend and no device.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from lamina.spec.checkpoint import TensorIndex
-from lamina.spec.errors import InvalidSplit
+from lamina.spec.errors import InvalidCheckpoint, InvalidSplit
 
 
 class RopeLayout(Enum):
@@ -197,35 +198,110 @@ class ModelSpec:
     def all_layers(self) -> LayerRange:
         return LayerRange(0, self.num_layers)
 
+    def __post_init__(self) -> None:
+        for place, layer in enumerate(self.layers):
+            if layer.index != place:
+                raise InvalidCheckpoint(f"model {self.name}: the layer at place {place} has index {layer.index}")
+            if not 0 <= layer.cache_group < len(self.cache_groups):
+                raise InvalidCheckpoint(f"model {self.name}: layer {place} names cache group {layer.cache_group}")
+            if self.cache_groups[layer.cache_group].window != layer.attention.window:
+                raise InvalidCheckpoint(f"model {self.name}: layer {place} and its cache group differ in their window")
+
     def layers_of(self, layers: LayerRange) -> tuple[LayerSpec, ...]:
         """Raises InvalidSplit if the range leaves the model."""
-        raise NotImplementedError
+        if layers.stop > self.num_layers:
+            raise InvalidSplit(f"layers {layers} do not exist: {self.name} has layers {self.all_layers}")
+        return self.layers[layers.start : layers.stop]
 
     def kv_values_per_token(self, layers: LayerRange, group: int | None = None) -> int:
         """Key and value elements that one token adds in these layers (of one cache group, or of all)."""
-        raise NotImplementedError
+        return sum(
+            layer.attention.key_width + layer.attention.value_width
+            for layer in self.layers_of(layers)
+            if group is None or layer.cache_group == group
+        )
 
     def kv_bytes_per_token(self, layers: LayerRange, value_bytes: int, group: int | None = None) -> int:
         """Bytes of the same at `value_bytes` per element; formats below a byte use kv_values_per_token."""
-        raise NotImplementedError
+        return self.kv_values_per_token(layers, group) * value_bytes
 
     def flops_per_token(self, layers: LayerRange, context: int = 0) -> int:
         """Multiplications and additions for one token: 2 per matrix element (the head counts with the last layer),
         plus scores and weighted sum over `context` cached tokens (at most its window in a window layer)."""
-        raise NotImplementedError
+        flops = 0
+        for layer in self.layers_of(layers):
+            attention = layer.attention
+            shapes = layer_tensor_shapes(layer, self.hidden).values()
+            visible = context if attention.window is None else min(context, attention.window)
+            flops += 2 * sum(math.prod(shape) for shape in shapes if len(shape) > 1)
+            flops += 2 * visible * (attention.query_width + attention.output_width)
+        if layers.stop == self.num_layers:
+            flops += 2 * self.hidden * self.vocab_size
+        return flops
+
+
+def layer_tensor_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Name -> shape (GGUF order, in_features first) of the tensors of one layer."""
+    attention, ffn, blk = layer.attention, layer.ffn, f"blk.{layer.index}"
+    qkv = {"attn_q": attention.query_width, "attn_k": attention.key_width, "attn_v": attention.value_width}
+    if layer.fused_qkv:
+        qkv = {"attn_qkv": sum(qkv.values())}
+    shapes: dict[str, tuple[int, ...]] = {f"{blk}.attn_norm.weight": (hidden,)}
+    shapes |= {f"{blk}.{name}.weight": (hidden, width) for name, width in qkv.items()}
+    if attention.qkv_bias:
+        shapes |= {f"{blk}.{name}.bias": (width,) for name, width in qkv.items()}
+    if attention.qk_norm:
+        shapes |= {f"{blk}.{name}.weight": (attention.key_dim,) for name in ("attn_q_norm", "attn_k_norm")}
+    if attention.sinks:
+        shapes[f"{blk}.attn_sinks.weight"] = (attention.num_heads,)
+    shapes[f"{blk}.attn_output.weight"] = (attention.output_width, hidden)
+    if attention.output_bias:
+        shapes[f"{blk}.attn_output.bias"] = (hidden,)
+    return shapes | {
+        f"{blk}.ffn_norm.weight": (hidden,),
+        f"{blk}.ffn_gate.weight": (hidden, ffn.intermediate),
+        f"{blk}.ffn_up.weight": (hidden, ffn.intermediate),
+        f"{blk}.ffn_down.weight": (ffn.intermediate, hidden),
+    }
 
 
 def stage_tensor_shapes(spec: ModelSpec, layers: LayerRange) -> dict[str, tuple[int, ...]]:
     """Name -> expected shape (GGUF order) of the tensors that a stage with these layers needs."""
-    raise NotImplementedError
+    is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
+    embedding = (spec.hidden, spec.vocab_size)
+    shapes: dict[str, tuple[int, ...]] = {}
+    if is_first or (is_last and spec.tie_embeddings):
+        shapes["token_embd.weight"] = embedding
+    for layer in spec.layers_of(layers):
+        if layer.attention.rope.has_freq_factors:
+            shapes["rope_freqs.weight"] = (layer.attention.rope.dims // 2,)
+        shapes |= layer_tensor_shapes(layer, spec.hidden)
+    if is_last:
+        shapes["output_norm.weight"] = (spec.hidden,)
+        if not spec.tie_embeddings:
+            shapes["output.weight"] = embedding
+    return shapes
+
+
+def companion_names(weight_name: str) -> tuple[str, str]:
+    """The scalar scales that may lie beside an NVFP4 weight (models-and-formats.md section 3)."""
+    stem = weight_name.removesuffix(".weight")
+    return f"{stem}.scale", f"{stem}.input_scale"
 
 
 def stage_tensor_names(spec: ModelSpec, layers: LayerRange, tensors: TensorIndex) -> tuple[str, ...]:
     """Exactly the tensors that a stage with these layers loads: the first stage has token_embd, the last output_norm
-    and output (token_embd when tied); rope_freqs is replicated; scales that belong to a tensor come with it."""
-    raise NotImplementedError
+    and output (token_embd when tied); rope_freqs is replicated; the scales beside a weight come with it."""
+    names: list[str] = []
+    for name in stage_tensor_shapes(spec, layers):
+        names.append(name)
+        names += [companion for companion in companion_names(name) if companion in tensors]
+    return tuple(names)
 
 
 def stage_weight_bytes(spec: ModelSpec, layers: LayerRange, tensors: TensorIndex) -> int:
-    """Stored bytes of those tensors, summed per tensor (types are mixed inside one model)."""
-    raise NotImplementedError
+    """Stored bytes of those tensors, summed per tensor (types are mixed inside one model).
+
+    Raises InvalidCheckpoint if one is missing.
+    """
+    return sum(tensors[name].num_bytes for name in stage_tensor_names(spec, layers, tensors))
