@@ -1,0 +1,71 @@
+"""What a worker says of itself and its devices. Figures are measured by the worker when asked, not remembered."""
+
+from dataclasses import dataclass
+
+from lamina.spec.ids import DeviceId, Epoch, PlacementId, WorkerName
+from lamina.spec.model import LayerRange
+
+PROTOCOL_MAJOR = 1  # must be equal on both sides
+PROTOCOL_MINOR = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """Release, protocol version and the digest of the wire schema."""
+
+    product: str
+    protocol_major: int
+    protocol_minor: int
+    schema_digest: bytes
+
+    def __str__(self) -> str:
+        digest = self.schema_digest.hex()[:8]
+        return f"lamina {self.product} (protocol {self.protocol_major}.{self.protocol_minor}, schema {digest})"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """One device: memory in bytes (free: now, under the worker's cap) and what its backend can do."""
+
+    id: DeviceId
+    kind: str
+    name: str
+    total_bytes: int
+    free_bytes: int
+    kernel: str
+    compute_dtype: str
+    kv_dtypes: tuple[str, ...]
+    graphs: bool
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedStage:
+    """A stage that a worker holds now; `busy_s` is time inside ops since it was loaded."""
+
+    placement: PlacementId
+    epoch: Epoch
+    stage: int
+    device: int
+    layers: LayerRange
+    model_digest: str
+    settings_digest: bytes
+    weight_bytes: int
+    cache_bytes: int
+    arena_bytes: int
+    controlled: bool
+    num_steps: int
+    busy_s: float
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProfile:
+    """A worker's answer to Describe."""
+
+    version: Version
+    name: WorkerName
+    advertise: str
+    devices: tuple[DeviceProfile, ...]
+    stages: tuple[LoadedStage, ...]
+    uptime_s: float

@@ -1,0 +1,174 @@
+"""The step contract as values: what the coordinator plans, what the last stage answers. Immutable, no IO.
+
+Rules that everything relies on (design, section 5): steps of an epoch run in ascending order on every stage; issued
+plans never change; a sequence appears at most once in a step; blocks are released only when every issued step that
+names them is done; a `SeqId` is never reused.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from lamina.spec.errors import InvalidPlan
+from lamina.spec.ids import BlockId, Epoch, SeqId, StepId
+from lamina.spec.sampling import SamplingParams
+
+BLOCK_TOKENS = 16  # tokens per KV block on every stage
+MAX_RUN_AHEAD = 64  # steps that may be issued and not done; bounds what a stage holds back
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Input known when the step is planned."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FromSample:
+    """Input is the token that slice `row` of the earlier step `step` samples; it may not exist yet."""
+
+    step: StepId
+    row: int
+
+
+SliceInput = Tokens | FromSample
+
+
+@dataclass(frozen=True, slots=True)
+class SeqSlice:
+    """`num_tokens` consecutive tokens of one sequence from position `pos`, and the blocks its table gains before."""
+
+    seq: SeqId
+    pos: int
+    num_tokens: int
+    input: SliceInput
+    new_blocks: tuple[tuple[BlockId, ...], ...]  # by cache group
+    want_logits: bool
+
+    def __post_init__(self) -> None:
+        if self.pos < 0 or self.num_tokens < 1:
+            raise InvalidPlan(f"sequence {self.seq}: {self.num_tokens} tokens at position {self.pos}")
+        if isinstance(self.input, Tokens):
+            if len(self.input.ids) != self.num_tokens:
+                raise InvalidPlan(f"sequence {self.seq}: {len(self.input.ids)} ids for {self.num_tokens} tokens")
+        elif self.num_tokens != 1:
+            raise InvalidPlan(f"sequence {self.seq}: a sampled input is one token, not {self.num_tokens}")
+
+    @property
+    def end(self) -> int:
+        """Position after the slice's last token: the context length once the step has run."""
+        return self.pos + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy one block of a cache group before the step runs: a partly filled block is copied, never shared."""
+
+    group: int
+    source: BlockId
+    target: BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One micro-batch, the same for every stage. Rows of the batch are the slices' tokens, in order."""
+
+    epoch: Epoch
+    step: StepId
+    slices: tuple[SeqSlice, ...]
+    block_copies: tuple[BlockCopy, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.slices:
+            raise InvalidPlan(f"step {self.step} has no slices")
+        if len({piece.seq for piece in self.slices}) != len(self.slices):
+            raise InvalidPlan(f"step {self.step} names a sequence twice")
+        for piece in self.slices:
+            if isinstance(piece.input, FromSample) and not (
+                self.step - MAX_RUN_AHEAD <= piece.input.step < self.step and piece.input.row >= 0
+            ):
+                raise InvalidPlan(f"step {self.step}: sequence {piece.seq} refers to step {piece.input.step}")
+
+    @property
+    def num_rows(self) -> int:
+        """Token rows of the micro-batch."""
+        return sum(piece.num_tokens for piece in self.slices)
+
+    @property
+    def num_logit_rows(self) -> int:
+        """Rows whose logits are wanted."""
+        return sum(piece.want_logits for piece in self.slices)
+
+    def sampled(self) -> Iterator[SeqSlice]:
+        """The slices that sample, in order."""
+        return (piece for piece in self.slices if piece.want_logits)
+
+
+class FinishReason(Enum):
+    """Why the last stage ended a sequence."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A token sampled for position `pos` of a sequence; logprobs are natural logs, of the unmodified distribution."""
+
+    seq: SeqId
+    pos: int
+    token: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    finish: FinishReason | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The last stage's answer to a step: every stage has run it, and these tokens were sampled."""
+
+    epoch: Epoch
+    step: StepId
+    tokens: tuple[SampledToken, ...]
+    needs_relay: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AddSequence:
+    """What the last stage must know of a sequence before its first step.
+
+    `history_ids` is the prompt (prefix-cached part included) and, after a re-plan or preemption, the `num_generated`
+    tokens made already. `max_tokens` counts all output. `grammar` is an llguidance grammar, empty for none.
+    """
+
+    seq: SeqId
+    sampling: SamplingParams
+    history_ids: tuple[int, ...]
+    stop_ids: frozenset[int]
+    max_tokens: int
+    num_generated: int = 0
+    choice: int = 0
+    grammar: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveSequence:
+    """Forget a sequence: every issued step that names it is done."""
+
+    seq: SeqId
+
+
+@dataclass(frozen=True, slots=True)
+class SampleToken:
+    """A sampled token relayed by the coordinator to stage 0, keyed like those of the direct edge."""
+
+    epoch: Epoch
+    seq: SeqId
+    pos: int
+    token: int
+
+
+StepCommand = StepPlan | AddSequence | RemoveSequence | SampleToken
