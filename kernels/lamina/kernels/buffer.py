@@ -25,6 +25,27 @@ class DType(Enum):
     U8 = "u8"
     Q8_0 = "q8_0"
 
+    @property
+    def host_dtype(self) -> np.dtype[np.generic]:
+        """The numpy type of host values; bf16 travels as its 16 bits. Raises ValueError for Q8_0."""
+        if self not in _HOST_DTYPES:
+            raise ValueError(f"{self.value} is a type of KV caches, not of buffers")
+        return _HOST_DTYPES[self]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element. Raises ValueError for Q8_0."""
+        return self.host_dtype.itemsize
+
+
+_HOST_DTYPES: dict[DType, np.dtype[np.generic]] = {
+    DType.F32: np.dtype(np.float32),
+    DType.F16: np.dtype(np.float16),
+    DType.BF16: np.dtype(np.uint16),
+    DType.I32: np.dtype(np.int32),
+    DType.U8: np.dtype(np.uint8),
+}
+
 
 class Extent(Enum):
     """What a buffer's leading dimension counts at run time; FIXED means the shape is meant as it stands."""
@@ -102,7 +123,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostTensor:
-    """A tensor as it lies in the checkpoint: raw GGUF blocks, `data` uint8 [rows, bytes per row], `cols` values a row."""
+    """A tensor as it lies in the checkpoint: raw GGUF blocks uint8 [rows, bytes per row], `cols` values a row."""
 
     type: GgmlType
     rows: int

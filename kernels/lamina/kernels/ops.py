@@ -23,7 +23,7 @@ class LaunchError(TypeError):
 
 @dataclass(frozen=True, slots=True)
 class Arg:
-    """One argument of an op: the kind of value, the dtype of a buffer, whether it is written, whether None is allowed."""
+    """One argument of an op: kind of value, dtype of a buffer, whether it is written, whether None is allowed."""
 
     kind: type
     dtype: DType | None = None
@@ -144,8 +144,8 @@ def rope(
     """Rotate, in place, each head of x by its row's position (Su et al. 2021).
 
     x f32 [rows, heads * head_dim], positions i32 [rows], inv_freq f32 [D/2] with D <= head_dim (dims beyond D pass).
-    Angle = position * inv_freq[i], which already holds frequency factors and YaRN; cos and sin are multiplied by
-    `magnitude`. layout "norm" rotates (x[2i], x[2i+1]), "neox" rotates (x[i], x[i + D/2]).
+    Angle = position * inv_freq[i] rounded to float32; inv_freq already holds frequency factors and YaRN; cos and sin
+    are multiplied by `magnitude`. layout "norm" rotates (x[2i], x[2i+1]), "neox" rotates (x[i], x[i + D/2]).
     """
     args: dict[str, Value] = {"x": x, "positions": positions, "inv_freq": inv_freq}
     b.launch(ROPE, {**args, "head_dim": head_dim, "layout": layout, "magnitude": float(magnitude)})
@@ -173,7 +173,7 @@ def attention(
     softcap: float = 0.0,
     sinks: Buffer | None = None,
 ) -> None:
-    """Causal attention over the paged cache, grouped queries, without gathering pages or repeating KV heads (A-26, A-27).
+    """Causal attention over the paged cache, grouped queries, without gathering pages or repeating KV heads.
 
     q f32 [rows, heads * key_dim] -> out f32 [rows, heads * value_dim]. Rows of sequence s are
     row_starts[s] .. row_starts[s + 1] - 1 (i32 [num_seqs + 1], a FIXED buffer); row r is at positions[r] and sees keys
@@ -253,7 +253,8 @@ def _gated_problem(columns: Mapping[str, int], weight: Weight, activation: Value
     if len(weight.part_rows) != 2 or weight.part_rows[0] != weight.part_rows[1]:
         return f"weight parts {weight.part_rows} are not two equal ones"
     if (columns["x"], columns["out"]) != (weight.in_features, weight.part_rows[0]):
-        return f"x, out have {columns['x']}, {columns['out']} columns, weight is {weight.part_rows} x {weight.in_features}"
+        found = (columns["x"], columns["out"])
+        return f"x, out have {found} columns, weight is {weight.part_rows} x {weight.in_features}"
     return None
 
 

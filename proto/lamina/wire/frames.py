@@ -1,0 +1,59 @@
+"""Hidden-state frames: raw little-endian values, checked against the plan before anything is allocated."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.spec.errors import InvalidPlan
+from lamina.spec.step import StepPlan
+from lamina.v1 import step_pb2 as pb
+
+_CODES = {"f32": pb.FRAME_DTYPE_F32, "bf16": pb.FRAME_DTYPE_BF16, "f16": pb.FRAME_DTYPE_F16}
+_ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+
+
+def frame_bytes(rows: int, hidden: int, wire_dtype: str) -> int:
+    """Payload size of a frame."""
+    return rows * hidden * _ITEM_BYTES[wire_dtype]
+
+
+def encode_frame(plan: StepPlan, hidden_state: NDArray[np.float32], wire_dtype: str) -> pb.Frame:
+    """Frame of float32 [rows, hidden] in the edge's wire dtype (bf16 rounds to nearest even)."""
+    rows, hidden = hidden_state.shape
+    match wire_dtype:
+        case "f32":
+            values: NDArray[np.generic] = hidden_state.astype("<f4", copy=False)
+        case "f16":
+            values = hidden_state.astype("<f2")
+        case _:
+            bits = hidden_state.view(np.uint32)
+            values = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    return pb.Frame(
+        epoch=plan.epoch,
+        step=plan.step,
+        dtype=_CODES[wire_dtype],
+        rows=rows,
+        hidden=hidden,
+        payload=np.ascontiguousarray(values).tobytes(),
+    )
+
+
+def check_frame(frame: pb.Frame, plan: StepPlan, hidden: int, wire_dtype: str) -> None:
+    """Raise InvalidPlan unless the frame is exactly what the plan and the placement's settings say it must be."""
+    found = (frame.epoch, frame.step, frame.rows, frame.hidden, frame.dtype, len(frame.payload))
+    rows = plan.num_rows
+    wanted = (plan.epoch, plan.step, rows, hidden, _CODES[wire_dtype], frame_bytes(rows, hidden, wire_dtype))
+    if found != wanted:
+        raise InvalidPlan(f"frame (epoch, step, rows, hidden, dtype, bytes) is {found}, the plan says {wanted}")
+
+
+def decode_frame(frame: pb.Frame) -> NDArray[np.float32]:
+    """float32 [rows, hidden] of a checked frame; read-only view of the payload where no conversion is needed."""
+    shape = (frame.rows, frame.hidden)
+    match frame.dtype:
+        case pb.FRAME_DTYPE_F32:
+            return np.frombuffer(frame.payload, "<f4").reshape(shape)
+        case pb.FRAME_DTYPE_F16:
+            return np.frombuffer(frame.payload, "<f2").astype(np.float32).reshape(shape)
+        case _:
+            bits = np.frombuffer(frame.payload, "<u2").astype(np.uint32) << 16
+            return bits.view(np.float32).reshape(shape)
