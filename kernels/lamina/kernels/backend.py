@@ -24,6 +24,10 @@ class Unsupported(LaminaError):
     """An optional concern that this backend does not have; its capability flag is false."""
 
 
+class GraphError(LaminaError):
+    """A recording is misused: capture within a capture, replay after destroy, or work that cannot be recorded."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a backend can do beyond the required methods, and what it promises."""
@@ -179,12 +183,13 @@ class Backend(ABC):
     def capture(self, fn: Callable[[], None], shape: StepShape) -> Graph:
         """Record what `fn` launches without running it; a failure inside leaves no capture open (B-09).
 
-        `shape` is a shape of the bucket the graph will be replayed in.
+        Only op launches can be recorded; a capture within a capture is a GraphError. `shape` is a shape of the bucket
+        the graph will be replayed in.
         """
 
     @abstractmethod
     def replay(self, graph: Graph, shape: StepShape) -> None:
-        """Run the recording at this shape."""
+        """Run the recording at this shape, whatever `set_shape` said. Raises GraphError if it was destroyed."""
 
     def graph_bucket(self, shape: StepShape) -> Hashable | None:
         """Steps of equal bucket share one recording; None means run this shape op by op. One bucket by default."""

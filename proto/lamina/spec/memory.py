@@ -1,0 +1,112 @@
+"""Byte arithmetic of a stage: what its arena, its cache blocks and its weights occupy. Exact, no device asked.
+
+The worker allocates from `arena_layout` and the planner sums it, so that what is planned is what is taken.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lamina.spec.checkpoint import TensorIndex
+from lamina.spec.model import LayerRange, ModelSpec, stage_tensor_names
+from lamina.spec.placement import StageSettings
+from lamina.spec.quant import GgmlType, quant_format
+
+# Bits per cached value; q8_0 is 32 int8 and an f16 scale.
+KV_BITS: Mapping[str, float] = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5}
+_ITEM_BYTES = 4  # arena elements are f32 or i32
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaBuffer:
+    """One arena buffer: `dtype` "f32" or "i32", `extent` what its leading dimension counts ("fixed" = as it stands)."""
+
+    name: str
+    rows: int
+    columns: int
+    dtype: str
+    extent: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return self.rows * self.columns * _ITEM_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of one stage on its device."""
+
+    weight_bytes: int
+    kv_bytes: int
+    arena_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All three together."""
+        return self.weight_bytes + self.kv_bytes + self.arena_bytes
+
+
+def arena_layout(spec: ModelSpec, layers: LayerRange, settings: StageSettings) -> tuple[ArenaBuffer, ...]:
+    """Every buffer of a stage, sized for the worst step that the settings allow (B-27, B-28).
+
+    Only the first stage has token ids, only the last has logits.
+    """
+    owned = spec.layers_of(layers)
+    qkv = max(part.query_width + part.key_width + part.value_width for part in (layer.attention for layer in owned))
+    rows, seqs, logit_rows = settings.max_rows, settings.max_seqs, settings.max_logit_rows
+    buffers = [
+        ArenaBuffer("positions", rows, 1, "i32", "rows"),
+        ArenaBuffer("row_starts", seqs + 1, 1, "i32", "fixed"),
+        ArenaBuffer("hidden", rows, spec.hidden, "f32", "rows"),
+        ArenaBuffer("norm", rows, spec.hidden, "f32", "rows"),
+        ArenaBuffer("qkv", rows, qkv, "f32", "rows"),
+        ArenaBuffer("attention", rows, max(layer.attention.output_width for layer in owned), "f32", "rows"),
+        ArenaBuffer("gate", rows, max(layer.ffn.intermediate for layer in owned), "f32", "rows"),
+    ]
+    for group in spec.cache_groups:
+        buffers.append(ArenaBuffer(f"slots.{group.index}", rows, 1, "i32", "rows"))
+        buffers.append(ArenaBuffer(f"blocks.{group.index}", seqs, settings.max_blocks_per_seq, "i32", "seqs"))
+    if layers.start == 0:
+        buffers.append(ArenaBuffer("tokens", rows, 1, "i32", "rows"))
+    if layers.stop == spec.num_layers:
+        buffers.append(ArenaBuffer("logit_rows", logit_rows, 1, "i32", "logit_rows"))
+        buffers.append(ArenaBuffer("logit_hidden", logit_rows, spec.hidden, "f32", "logit_rows"))
+        buffers.append(ArenaBuffer("logits", logit_rows, spec.vocab_size, "f32", "logit_rows"))
+    return tuple(buffers)
+
+
+def arena_bytes(spec: ModelSpec, layers: LayerRange, settings: StageSettings) -> int:
+    """Bytes of all arena buffers of a stage."""
+    return sum(buffer.num_bytes for buffer in arena_layout(spec, layers, settings))
+
+
+def kv_block_bytes(spec: ModelSpec, layers: LayerRange, group: int, settings: StageSettings) -> int:
+    """Bytes of one block of a cache group over the layers of a stage."""
+    values = spec.kv_values_per_token(layers, group) * settings.block_tokens
+    return int(values * KV_BITS[settings.kv_dtype]) // 8
+
+
+def stored_weight_bits(type_: GgmlType) -> float:
+    """Bits per value of a tensor type as it lies in the file."""
+    fmt = quant_format(type_, type_.name)
+    return 8 * fmt.block_bytes / fmt.block_values
+
+
+def stage_weight_bytes_on(
+    spec: ModelSpec, layers: LayerRange, tensors: TensorIndex, weight_bits: Mapping[GgmlType, float]
+) -> int:
+    """Bytes of a stage's weights as they will lie in memory, after repacking (B-42).
+
+    `weight_bits` is the device's bits per value by tensor type; a type it does not name counts as stored. Vectors
+    (norms, biases) are float32 on every device.
+    """
+    total = 0.0
+    for name in stage_tensor_names(spec, layers, tensors):
+        tensor = tensors[name]
+        values = 1
+        for length in tensor.shape:
+            values *= length
+        is_matrix = len(tensor.shape) > 1
+        bits = weight_bits.get(tensor.type, stored_weight_bits(tensor.type)) if is_matrix else 32
+        total += values * bits / 8
+    return int(total)
