@@ -1,1 +1,1 @@
-"""The tool cupboard: ops, their specifications, and the backends that run them. Knows only spec.quant and spec.errors."""
+"""The tool cupboard: ops, their specifications, and backends that run them. Knows only spec.quant and spec.errors."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from lamina.kernels.buffer import Buffer, DType, Extent, HostTensor, KvCache, StepLimits, StepShape, Weight
 from lamina.kernels.ops import Args, OpSpec, validate_args
 from lamina.spec.errors import CapacityExceeded, LaminaError
+from lamina.spec.quant import GgmlType, quant_format
 
 
 class Unsupported(LaminaError):
@@ -108,6 +109,10 @@ class Backend(ABC):
 
         Serves `linear`, `gated_linear` and `embed` alike. `bias` is f32 [sum of rows]. Raises CapacityExceeded.
         """
+
+    def weight_bits(self, tensor_type: GgmlType) -> float:
+        """Bits per value that a matrix of this type occupies once loaded (B-42); as stored by default."""
+        return quant_format(tensor_type, tensor_type.name).bits_per_value
 
     @abstractmethod
     def free_weight(self, weight: Weight) -> None:

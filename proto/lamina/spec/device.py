@@ -1,9 +1,11 @@
 """What a worker says of itself and its devices. Figures are measured by the worker when asked, not remembered."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lamina.spec.ids import DeviceId, Epoch, PlacementId, WorkerName
 from lamina.spec.model import LayerRange
+from lamina.spec.quant import GgmlType
 
 PROTOCOL_MAJOR = 1  # must be equal on both sides
 PROTOCOL_MINOR = 0
@@ -37,6 +39,7 @@ class DeviceProfile:
     kv_dtypes: tuple[str, ...]
     graphs: bool
     threads: int
+    weight_bits: Mapping[GgmlType, float]  # bits per value of a matrix of this type once loaded
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,12 +86,6 @@ def kv_block_bytes(spec: ModelSpec, layers: LayerRange, group: int, settings: St
     return int(values * KV_BITS[settings.kv_dtype]) // 8
 
 
-def stored_weight_bits(type_: GgmlType) -> float:
-    """Bits per value of a tensor type as it lies in the file."""
-    fmt = quant_format(type_, type_.name)
-    return 8 * fmt.block_bytes / fmt.block_values
-
-
 def stage_weight_bytes_on(
     spec: ModelSpec, layers: LayerRange, tensors: TensorIndex, weight_bits: Mapping[GgmlType, float]
 ) -> int:
@@ -107,6 +101,6 @@ def stage_weight_bytes_on(
         for length in tensor.shape:
             values *= length
         is_matrix = len(tensor.shape) > 1
-        bits = weight_bits.get(tensor.type, stored_weight_bits(tensor.type)) if is_matrix else 32
+        bits = weight_bits.get(tensor.type, quant_format(tensor.type, name).bits_per_value) if is_matrix else 32
         total += values * bits / 8
     return int(total)

@@ -56,6 +56,26 @@ Global___Version: _TypeAlias = Version  # noqa: Y015
 class Device(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class WeightBitsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     INDEX_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
@@ -66,6 +86,7 @@ class Device(_message.Message):
     KV_DTYPES_FIELD_NUMBER: _builtins.int
     GRAPHS_FIELD_NUMBER: _builtins.int
     THREADS_FIELD_NUMBER: _builtins.int
+    WEIGHT_BITS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     kind: _builtins.str
     """cpu, cuda, mock"""
@@ -80,6 +101,10 @@ class Device(_message.Message):
     threads: _builtins.int
     @_builtins.property
     def kv_dtypes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def weight_bits(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """by GGUF tensor type: bits per value of a matrix once loaded"""
+
     def __init__(
         self,
         *,
@@ -93,10 +118,11 @@ class Device(_message.Message):
         kv_dtypes: _abc.Iterable[_builtins.str] | None = ...,
         graphs: _builtins.bool = ...,
         threads: _builtins.int = ...,
+        weight_bits: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_dtype", b"compute_dtype", "free_bytes", b"free_bytes", "graphs", b"graphs", "index", b"index", "kernel", b"kernel", "kind", b"kind", "kv_dtypes", b"kv_dtypes", "name", b"name", "threads", b"threads", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_dtype", b"compute_dtype", "free_bytes", b"free_bytes", "graphs", b"graphs", "index", b"index", "kernel", b"kernel", "kind", b"kind", "kv_dtypes", b"kv_dtypes", "name", b"name", "threads", b"threads", "total_bytes", b"total_bytes", "weight_bits", b"weight_bits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
