@@ -1,0 +1,1 @@
+"""Quantised formats as seen by the backends."""

@@ -1,0 +1,157 @@
+"""From the operands of a launch to the function that computes it: one small runner per op.
+
+Owns the table RUNNERS. Knows the reference's storage; holds no state.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.kernels.buffer import Buffer, KvCache, StepShape, Weight
+from lamina.kernels.ops import Args, LaunchError
+from lamina.kernels.reference import attention, functions
+from lamina.kernels.reference.storage import Matrix, rows_of, storage_of
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """The arguments of one launch, with the number of rows it acts on."""
+
+    op: str
+    args: Args
+    num_rows: int
+    shape: StepShape
+
+    def floats(self, name: str, num_rows: int | None = None) -> F32:
+        """The first rows of a float buffer, as a view [rows, columns] or [rows]."""
+        return rows_of(self._get(name, Buffer), self.num_rows if num_rows is None else num_rows).view(np.float32)
+
+    def ints(self, name: str, num_rows: int | None = None) -> I32:
+        """The first rows of an i32 buffer, as a view."""
+        return rows_of(self._get(name, Buffer), self.num_rows if num_rows is None else num_rows).view(np.int32)
+
+    def whole(self, name: str) -> F32:
+        """All rows of a float buffer."""
+        return self.floats(name, self._get(name, Buffer).shape[0])
+
+    def matrix(self, name: str) -> Matrix:
+        return storage_of(self._get(name, Weight), Matrix)
+
+    def cache(self) -> KvCache:
+        return self._get("cache", KvCache)
+
+    def number(self, name: str) -> float:
+        return self._get(name, float)
+
+    def integer(self, name: str) -> int:
+        return self._get(name, int)
+
+    def text(self, name: str) -> str:
+        return self._get(name, str)
+
+    def _get(self, name: str, kind: type[T]) -> T:
+        value = self.args[name]
+        if not isinstance(value, kind):
+            raise LaunchError(f"{self.op}: {name} must be {kind.__name__}, not {type(value).__name__}")
+        return value
+
+
+def _embed(o: Operands) -> None:
+    o.floats("out")[...] = o.matrix("table").values[o.ints("tokens")] * np.float32(o.number("scale"))
+
+
+def _rms_norm(o: Operands) -> None:
+    o.floats("out")[...] = functions.rms_norm(o.floats("x"), o.whole("weight"), o.number("eps"))
+
+
+def _linear(o: Operands) -> None:
+    matrix, out = o.matrix("weight"), o.floats("out")
+    product = functions.linear(o.floats("x"), matrix.values, matrix.bias)
+    if o.args["accumulate"]:
+        out += product
+    else:
+        out[...] = product
+
+
+def _gated_linear(o: Operands) -> None:
+    matrix, out = o.matrix("weight"), o.floats("out")
+    both = functions.linear(o.floats("x"), matrix.values, matrix.bias)
+    gate, up = both[:, : out.shape[1]], both[:, out.shape[1] :]
+    np.multiply(functions.activate(gate, o.text("activation")), up, out=out)
+
+
+def _rope(o: Operands) -> None:
+    functions.rope(
+        o.floats("x"),
+        o.ints("positions"),
+        o.whole("inv_freq"),
+        o.integer("head_dim"),
+        o.text("layout"),
+        o.number("magnitude"),
+    )
+
+
+def _kv_write(o: Operands) -> None:
+    cache = o.cache()
+    k, v = (o.floats(name).reshape(o.num_rows, cache.num_kv_heads, -1) for name in ("k", "v"))
+    storage_of(cache, attention.Pages).write(k, v, o.ints("slots"))
+
+
+def _attention(o: Operands) -> None:
+    cache, out = o.cache(), o.floats("out")
+    num_seqs = o.shape.num_seqs
+    rule = attention.ScoreRule(
+        o.number("scale"),
+        o.integer("window"),
+        o.number("softcap"),
+        None if o.args["sinks"] is None else o.whole("sinks"),
+    )
+    mixed = attention.attend(
+        o.floats("q").reshape(o.num_rows, -1, cache.key_dim),
+        storage_of(cache, attention.Pages),
+        o.ints("positions"),
+        o.ints("row_starts", num_seqs + 1),
+        o.ints("block_table", num_seqs),
+        rule,
+        cache.value_dim,
+    )
+    out[...] = mixed.reshape(out.shape)
+
+
+def _add(o: Operands) -> None:
+    np.add(o.floats("x"), o.floats("y"), out=o.floats("out"))
+
+
+def _softcap(o: Operands) -> None:
+    x = o.floats("x")
+    x[...] = functions.softcap(x, o.number("cap"))
+
+
+def _gather_rows(o: Operands) -> None:
+    o.floats("out")[...] = o.whole("x")[o.ints("indices")]
+
+
+def _argmax(o: Operands) -> None:
+    o.ints("out")[...] = functions.argmax(o.floats("x"))
+
+
+RUNNERS: Mapping[str, Callable[[Operands], None]] = {
+    "embed": _embed,
+    "rms_norm": _rms_norm,
+    "linear": _linear,
+    "gated_linear": _gated_linear,
+    "rope": _rope,
+    "kv_write": _kv_write,
+    "attention": _attention,
+    "add": _add,
+    "softcap": _softcap,
+    "gather_rows": _gather_rows,
+    "argmax": _argmax,
+}

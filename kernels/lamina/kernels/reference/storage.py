@@ -1,0 +1,36 @@
+"""What lies behind the reference's buffers, weights and caches, and how to get at it."""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.kernels.buffer import Buffer, KvCache, Weight
+from lamina.kernels.ops import LaunchError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """Stacked weight rows, dequantised: values float32 [out, in], bias float32 [out]."""
+
+    values: NDArray[np.float32]
+    bias: NDArray[np.float32] | None
+
+
+def storage_of(operand: Buffer | Weight | KvCache, kind: type[T]) -> T:
+    if not isinstance(operand.storage, kind):
+        raise LaunchError(f"{type(operand).__name__} belongs to another backend")
+    return operand.storage
+
+
+def rows_of(buffer: Buffer, num_rows: int) -> NDArray[np.generic]:
+    """The first rows, as a view."""
+    array = storage_of(buffer, np.ndarray)
+    if num_rows > buffer.shape[0]:
+        raise ValueError(f"{num_rows} rows of a buffer of {list(buffer.shape)}")
+    if len(buffer.shape) == 1:
+        return array[:num_rows]
+    return array[:num_rows, buffer.offset : buffer.offset + buffer.shape[1]]
