@@ -47,10 +47,10 @@ class TensorIndex(Mapping[str, TensorInfo]):
         """Raises InvalidCheckpoint if two tensors share a name."""
         self._by_name: dict[str, TensorInfo] = {}
         for tensor in tensors:
-            if tensor.name in self._by_name:
-                raise InvalidCheckpoint(
-                    f"tensor {tensor.name} occurs twice, in {self._by_name[tensor.name].file} and {tensor.file}"
-                )
+            first = self._by_name.get(tensor.name)
+            if first is not None:
+                elsewhere = "" if first.file == tensor.file else f", first in {first.file}"
+                raise InvalidCheckpoint(f"{tensor.file}: tensor {tensor.name} occurs twice{elsewhere}")
             self._by_name[tensor.name] = tensor
 
     def __getitem__(self, name: str) -> TensorInfo:

@@ -147,20 +147,5 @@ class HeaderCursor:
             start = self._take(count * scalar.size, what)
             return struct.unpack_from(f"<{count}{scalar.format[1:]}", self._buffer, start)
         if type_id == _STRING:
-            return tuple(self._strings(count, what))
+            return tuple([self.string(what) for _ in range(count)])
         return tuple([self._array(what, depth + 1) for _ in range(count)])
-
-    def _strings(self, count: int, what: str) -> list[str]:
-        """`count` times string(), without its calls: a vocabulary and its merges hold half a million."""
-        buffer, unpack_length = self._buffer, _U64.unpack_from
-        strings = []
-        for _ in range(count):
-            start = self.position + 8
-            if start > len(buffer):
-                self._fill(start, what)
-            end = start + unpack_length(buffer, self.position)[0]
-            if end > len(buffer):
-                self._fill(end, what)
-            self.position = end
-            strings.append(buffer[start:end].decode("utf-8", "surrogateescape"))
-        return strings
