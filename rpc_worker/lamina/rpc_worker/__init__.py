@@ -1,0 +1,1 @@
+"""The workshop: owns the tensors, decides nothing."""

@@ -1,0 +1,149 @@
+"""Reading a stage's own tensors, and nothing else, from disk into the backend.
+
+Owns the open files while loading. A tensor is read, laid out by the backend and dropped before the next, so host memory
+holds about one tensor (the parts of one stacked weight) at a time.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.kernels.backend import Backend
+from lamina.kernels.buffer import Buffer, DType, HostTensor, Weight
+from lamina.kernels.quant.dequantize import dequantize
+from lamina.rpc_worker.rope import inverse_frequencies
+from lamina.rpc_worker.weights import LayerWeights, StageWeights
+from lamina.spec.checkpoint import TensorIndex, TensorInfo
+from lamina.spec.errors import InvalidCheckpoint
+from lamina.spec.model import AttentionSpec, LayerRange, LayerSpec, ModelSpec
+
+Progress = Callable[[int], None]  # bytes read so far
+_CHUNK_BYTES = 16 * 2**20  # progress and cancellation are looked at between chunks
+
+
+class TensorReader:
+    """Reads byte ranges of tensors; `ranges` is the log of what was read: (file, offset, bytes)."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._files: dict[Path, int] = {}
+        self.ranges: list[tuple[Path, int, int]] = []
+        self.bytes_read = 0
+
+    def __enter__(self) -> "TensorReader":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+
+    def read(self, tensor: TensorInfo) -> HostTensor:
+        """The tensor's raw blocks. Raises InvalidCheckpoint if the file ends early."""
+        data = np.empty(tensor.num_bytes, np.uint8)
+        view = data.data
+        done = 0
+        while done < tensor.num_bytes:
+            piece = view[done : done + _CHUNK_BYTES]
+            got = os.preadv(self._descriptor(tensor.file), [piece], tensor.offset_bytes + done)
+            if got == 0:
+                raise InvalidCheckpoint(
+                    f"{tensor.file}: tensor {tensor.name} ends after {done} of {tensor.num_bytes} bytes; copy it again"
+                )
+            done += got
+            self.bytes_read += got
+            self._progress(self.bytes_read)
+        self.ranges.append((tensor.file, tensor.offset_bytes, tensor.num_bytes))
+        return HostTensor(tensor.type, tensor.rows, tensor.cols, data.reshape(tensor.rows, -1))
+
+    def _descriptor(self, file: Path) -> int:
+        if file not in self._files:
+            self._files[file] = os.open(file, os.O_RDONLY)
+        return self._files[file]
+
+
+class StageLoader:
+    """Builds the `StageWeights` of one layer range."""
+
+    def __init__(self, backend: Backend, spec: ModelSpec, tensors: TensorIndex, reader: TensorReader) -> None:
+        self._backend = backend
+        self._spec = spec
+        self._tensors = tensors
+        self._reader = reader
+        self._rope_factors: NDArray[np.float32] | None = None
+
+    def load(self, layers: LayerRange) -> StageWeights:
+        """Read and lay out everything the stage needs. On failure nothing stays allocated."""
+        weights = StageWeights(self._backend)
+        try:
+            self._fill(weights, layers)
+        except BaseException:
+            weights.free()
+            raise
+        return weights
+
+    def _fill(self, weights: StageWeights, layers: LayerRange) -> None:
+        spec = self._spec
+        is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
+        if is_first:
+            weights.embedding = weights.own(self._linear("token_embd.weight"))
+        if "rope_freqs.weight" in self._tensors and any(
+            layer.attention.rope.has_freq_factors for layer in spec.layers_of(layers)
+        ):
+            self._rope_factors = self._vector("rope_freqs.weight")
+        for layer in spec.layers_of(layers):
+            weights.layers.append(self._layer(weights, layer))
+        if is_last:
+            weights.output_norm = weights.own(self._upload(self._vector("output_norm.weight")))
+            if not spec.tie_embeddings:
+                weights.head = weights.own(self._linear("output.weight"))
+            elif is_first:
+                weights.head = weights.embedding  # one copy serves both ends
+            else:
+                weights.head = weights.own(self._linear("token_embd.weight"))
+
+    def _layer(self, weights: StageWeights, layer: LayerSpec) -> LayerWeights:
+        blk, attention = f"blk.{layer.index}", layer.attention
+        qkv_names = ("attn_qkv",) if layer.fused_qkv else ("attn_q", "attn_k", "attn_v")
+        qkv = self._linear(
+            *(f"{blk}.{name}.weight" for name in qkv_names),
+            biases=[f"{blk}.{name}.bias" for name in qkv_names] if attention.qkv_bias else [],
+        )
+        output = self._linear(
+            f"{blk}.attn_output.weight", biases=[f"{blk}.attn_output.bias"] if attention.output_bias else []
+        )
+        own = weights.own
+        return LayerWeights(
+            attention_norm=own(self._norm(f"{blk}.attn_norm.weight")),
+            qkv=own(qkv),
+            query_norm=own(self._norm(f"{blk}.attn_q_norm.weight")) if attention.qk_norm else None,
+            key_norm=own(self._norm(f"{blk}.attn_k_norm.weight")) if attention.qk_norm else None,
+            inv_freq=own(self._inv_freq(attention)),
+            output=own(output),
+            ffn_norm=own(self._norm(f"{blk}.ffn_norm.weight")),
+            gate_up=own(self._linear(f"{blk}.ffn_gate.weight", f"{blk}.ffn_up.weight")),
+            down=own(self._linear(f"{blk}.ffn_down.weight")),
+        )
+
+    def _linear(self, *names: str, biases: Sequence[str] = ()) -> Weight:
+        bias = np.concatenate([self._vector(name) for name in biases]) if biases else None
+        parts = [self._reader.read(self._tensors[name]) for name in names]
+        return self._backend.load_weight(parts, bias)
+
+    def _vector(self, name: str) -> NDArray[np.float32]:
+        return dequantize(self._reader.read(self._tensors[name])).reshape(-1)
+
+    def _norm(self, name: str) -> Buffer:
+        return self._upload(self._vector(name))
+
+    def _inv_freq(self, attention: AttentionSpec) -> Buffer:
+        factors = self._rope_factors if attention.rope.has_freq_factors else None
+        return self._upload(inverse_frequencies(attention.rope, factors))
+
+    def _upload(self, values: NDArray[np.float32]) -> Buffer:
+        buffer = self._backend.alloc(values.shape, DType.F32)
+        self._backend.upload(buffer, values)
+        return buffer

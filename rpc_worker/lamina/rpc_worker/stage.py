@@ -1,0 +1,208 @@
+"""One loaded stage: model, weights, caches, tables, sampler. Everything here belongs to the device's compute thread."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.kernels.backend import Backend
+from lamina.kernels.buffer import StepLimits
+from lamina.rpc_worker.arena import Arena
+from lamina.rpc_worker.graph_cache import GraphCache
+from lamina.rpc_worker.kv_pool import KvPool, SequenceTables
+from lamina.rpc_worker.loader import StageLoader, TensorReader
+from lamina.rpc_worker.sampler import Sampler
+from lamina.rpc_worker.stage_model import StageModel, StepArrays
+from lamina.rpc_worker.step_queue import ReadyStep
+from lamina.spec.checkpoint import TensorIndex
+from lamina.spec.errors import CapacityExceeded, Unavailable
+from lamina.spec.ids import SeqId
+from lamina.spec.memory import arena_layout, stage_weight_bytes_on
+from lamina.spec.model import LayerRange, ModelSpec, stage_tensor_names
+from lamina.spec.placement import StageSettings
+from lamina.spec.quant import WEIGHT_TYPES
+from lamina.spec.step import AddSequence, StepDone
+
+
+@dataclass(frozen=True, slots=True)
+class StageResult:
+    """What a step left: the hidden state float32 [rows, H] for the next stage, or the last stage's answer."""
+
+    ready: ReadyStep
+    hidden: NDArray[np.float32] | None
+    done: StepDone | None
+    num_nonfinite_rows: int
+
+
+class Stage:
+    """Built by `load`, usable after `allocate_cache`; `free` gives everything back."""
+
+    def __init__(self, backend: Backend, spec: ModelSpec, layers: LayerRange, settings: StageSettings) -> None:
+        self._backend = backend
+        self._spec = spec
+        self._layers = layers
+        self._settings = settings
+        self._graphs = GraphCache(backend)
+        self._arena: Arena | None = None
+        self._pool: KvPool | None = None
+        self._model: StageModel | None = None
+        self._tables = SequenceTables((), settings)
+        self._sampler = Sampler(spec.vocab_size)
+        self.busy_s = 0.0
+        self.num_steps = 0
+
+    def load(self, tensors: TensorIndex, progress: Callable[[int], None]) -> None:
+        """Read weights, then allocate the arena. Refuses with numbers before reading what cannot fit (B-42)."""
+        self._check_fits(tensors)
+        with TensorReader(progress) as reader:
+            self._weights = StageLoader(self._backend, self._spec, tensors, reader).load(self._layers)
+        try:
+            self._arena = Arena(self._backend, arena_layout(self._spec, self._layers, self._settings))
+            self._backend.reserve_workspace(self._limits, *self._weights.widest)
+        except CapacityExceeded:
+            self.free()
+            raise
+
+    def total_bytes(self, tensors: TensorIndex) -> int:
+        """Bytes that `load` will read."""
+        return sum(tensors[name].num_bytes for name in stage_tensor_names(self._spec, self._layers, tensors))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights on the device."""
+        return self._weights.num_bytes
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the arena and the backend's workspace."""
+        arena = 0 if self._arena is None else self._arena.num_bytes
+        return arena + self._backend.workspace_bytes(self._limits, *self._weights.widest)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV caches."""
+        return 0 if self._pool is None else self._pool.num_bytes
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that have a block table here."""
+        return len(self._tables)
+
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of one block over this stage's layers, by cache group, in the backend's own layout."""
+        from lamina.kernels.buffer import DType
+
+        sizes = [0] * len(self._spec.cache_groups)
+        for layer in self._spec.layers_of(self._layers):
+            shape = layer.attention
+            sizes[layer.cache_group] += self._backend.kv_bytes_per_block(
+                shape.num_kv_heads, shape.key_dim, shape.value_dim, DType(self._settings.kv_dtype)
+            )
+        return tuple(sizes)
+
+    def allocate_cache(self, num_blocks: tuple[int, ...]) -> None:
+        """Phase two. An earlier cache is given back first. Raises CapacityExceeded."""
+        if self._arena is None:
+            raise Unavailable("the stage is not loaded")
+        self._drop_cache()
+        layers = self._spec.layers_of(self._layers)
+        self._pool = KvPool(self._backend, layers, num_blocks, self._settings)
+        self._tables = SequenceTables(num_blocks, self._settings)
+        self._model = StageModel(
+            self._backend, self._spec, self._layers, self._weights, self._arena, self._pool.caches, self._graphs
+        )
+
+    def add_sequence(self, add: AddSequence) -> None:
+        """Make a sequence known to the sampler (last stage)."""
+        self._sampler.add(add)
+
+    def remove_sequence(self, seq: SeqId) -> None:
+        """Forget a sequence."""
+        self._tables.remove(seq)
+        self._sampler.remove(seq)
+
+    def reset_sequences(self) -> None:
+        """Forget all sequences: their coordinator is gone."""
+        self._tables.clear()
+        self._sampler.clear()
+
+    def run(self, ready: ReadyStep) -> StageResult:
+        """Run one step. Raises InvalidPlan if the plan contradicts what came before, Unavailable without a cache."""
+        if self._model is None or self._pool is None:
+            raise Unavailable("the stage has no cache yet")
+        start = time.perf_counter()
+        plan = ready.plan
+        self._tables.apply(plan)
+        for copy in plan.block_copies:
+            self._pool.copy_block(copy.group, copy.source, copy.target)
+        output = self._model.run(self._arrays(ready))
+        self.num_steps += 1
+        if self._model.is_last:
+            tokens = self._sampler.sample([(piece.seq, piece.end) for piece in plan.sampled()], output)
+            result = StageResult(ready, None, StepDone(plan.epoch, plan.step, tokens), 0)
+        else:
+            num_bad = int(np.count_nonzero(~np.isfinite(output.sum(axis=1))))
+            result = StageResult(ready, output, None, num_bad)
+        self.busy_s += time.perf_counter() - start
+        return result
+
+    def free(self) -> None:
+        """Give back everything on the device."""
+        self._drop_cache()
+        if self._arena is not None:
+            self._arena.free()
+            self._arena = None
+        if hasattr(self, "_weights"):
+            self._weights.free()
+
+    @property
+    def _limits(self) -> StepLimits:
+        s = self._settings
+        return StepLimits(s.max_rows, s.max_seqs, s.max_logit_rows, s.max_blocks_per_seq)
+
+    def _arrays(self, ready: ReadyStep) -> StepArrays:
+        plan, block_tokens = ready.plan, self._settings.block_tokens
+        counts = np.array([piece.num_tokens for piece in plan.slices], np.int32)
+        row_starts = np.zeros(len(counts) + 1, np.int32)
+        np.cumsum(counts, out=row_starts[1:])
+        firsts = np.array([piece.pos for piece in plan.slices], np.int32)
+        seq_of_row = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(row_starts[-1], dtype=np.int32) + (firsts - row_starts[:-1])[seq_of_row]
+        blocks, slots = [], []
+        for group in range(len(self._spec.cache_groups)):
+            table = np.stack([self._tables.blocks_of(piece.seq, group) for piece in plan.slices])
+            blocks.append(table)
+            slots.append((table[seq_of_row, positions // block_tokens] * block_tokens + positions % block_tokens))
+        logit_rows = [int(row_starts[i + 1]) - 1 for i, piece in enumerate(plan.slices) if piece.want_logits]
+        return StepArrays(
+            positions=positions.astype(np.int32),
+            row_starts=row_starts,
+            slots=tuple(slot.astype(np.int32) for slot in slots),
+            blocks=tuple(blocks),
+            logit_rows=np.array(logit_rows, np.int32),
+            tokens=ready.tokens,
+            hidden=ready.hidden,
+        )
+
+    def _check_fits(self, tensors: TensorIndex) -> None:
+        bits = {kind: self._backend.weight_bits(kind) for kind in WEIGHT_TYPES}
+        weights = stage_weight_bytes_on(self._spec, self._layers, tensors, bits)
+        arena = sum(item.num_bytes for item in arena_layout(self._spec, self._layers, self._settings))
+        free = self._backend.device_facts().free_bytes
+        if weights + arena > free:
+            mib = 2**20
+            raise CapacityExceeded(
+                f"layers {self._layers} need {(weights + arena) / mib:.1f} MiB (weights {weights / mib:.1f}, arena"
+                f" {arena / mib:.1f}), {free / mib:.1f} MiB are free; give this worker fewer layers or more memory"
+            )
+
+    def _drop_cache(self) -> None:
+        self._graphs.clear()
+        self._model = None
+        self._tables = SequenceTables((), self._settings)
+        self._sampler.clear()
+        if self._pool is not None:
+            self._pool.free()
+            self._pool = None

@@ -1,0 +1,150 @@
+"""The one model: any contiguous layer range of any ModelSpec, as launches on a Backend over an arena.
+
+Owned by the compute thread. It holds no sequence state: where tokens lie comes with each step's arrays.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.kernels import ops
+from lamina.kernels.backend import Backend
+from lamina.kernels.buffer import KvCache, StepShape
+from lamina.rpc_worker.arena import Arena
+from lamina.rpc_worker.graph_cache import GraphCache
+from lamina.rpc_worker.rope import rope_magnitude
+from lamina.rpc_worker.weights import LayerWeights, StageWeights
+from lamina.spec.model import LayerRange, LayerSpec, ModelSpec
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """One step's run-time values, host side. `tokens` on the first stage, `hidden` float32 [rows, H] on the others."""
+
+    positions: Ints  # [rows]
+    row_starts: Ints  # [seqs + 1]
+    slots: tuple[Ints, ...]  # by cache group [rows]
+    blocks: tuple[Ints, ...]  # by cache group [seqs, max blocks]
+    logit_rows: Ints  # [rows whose logits are wanted]
+    tokens: Ints | None = None
+    hidden: NDArray[np.float32] | None = None
+
+    @property
+    def shape(self) -> StepShape:
+        """The sizes of this step."""
+        return StepShape(len(self.positions), len(self.row_starts) - 1, len(self.logit_rows))
+
+
+class StageModel:
+    """Embedding?, layers, head?: what a stage computes."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        spec: ModelSpec,
+        layers: LayerRange,
+        weights: StageWeights,
+        arena: Arena,
+        caches: list[KvCache],
+        graphs: GraphCache,
+    ) -> None:
+        """`caches` has one entry per layer of the range, in order."""
+        self._backend = backend
+        self._spec = spec
+        self._owned = spec.layers_of(layers)
+        self._weights = weights
+        self._arena = arena
+        self._caches = caches
+        self._graphs = graphs
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == spec.num_layers
+
+    def run(self, step: StepArrays) -> NDArray[np.float32]:
+        """Run one step: hidden state float32 [rows, H], or on the last stage logits float32 [logit rows, vocab]."""
+        self._upload(step)
+        shape = step.shape
+        self._graphs.run(self._forward, shape)
+        if not self.is_last:
+            return self._download("hidden", shape.num_rows)
+        return self._download("logits", shape.num_logit_rows)
+
+    def _download(self, name: str, num_rows: int) -> NDArray[np.float32]:
+        values = self._backend.download(self._arena[name], num_rows)
+        return values.astype(np.float32, copy=False)
+
+    def _upload(self, step: StepArrays) -> None:
+        upload, arena = self._backend.upload, self._arena
+        upload(arena["positions"], step.positions)
+        upload(arena["row_starts"], step.row_starts)
+        for group, (slots, blocks) in enumerate(zip(step.slots, step.blocks, strict=True)):
+            upload(arena[f"slots.{group}"], slots)
+            upload(arena[f"blocks.{group}"], blocks)
+        if step.tokens is not None:
+            upload(arena["tokens"], step.tokens)
+        if step.hidden is not None:
+            upload(arena["hidden"], step.hidden)
+        if self.is_last and len(step.logit_rows):
+            upload(arena["logit_rows"], step.logit_rows)
+
+    def _forward(self) -> None:
+        b, arena = self._backend, self._arena
+        if self._weights.embedding is not None and self.is_first:
+            ops.embed(b, arena["tokens"], self._weights.embedding, arena["hidden"], self._spec.embedding_scale)
+        for layer, weights, cache in zip(self._owned, self._weights.layers, self._caches, strict=True):
+            self._attention(layer, weights, cache)
+            self._ffn(layer, weights)
+        if self._weights.head is not None and self._weights.output_norm is not None:
+            ops.gather_rows(b, arena["hidden"], arena["logit_rows"], arena["logit_hidden"])
+            ops.rms_norm(
+                b, arena["logit_hidden"], self._weights.output_norm, arena["logit_hidden"], self._spec.norm_eps
+            )
+            ops.linear(b, arena["logit_hidden"], self._weights.head, arena["logits"])
+            if self._spec.final_softcap is not None:
+                ops.softcap(b, arena["logits"], self._spec.final_softcap)
+
+    def _attention(self, layer: LayerSpec, weights: LayerWeights, cache: KvCache) -> None:
+        b, arena, attention, eps = self._backend, self._arena, layer.attention, self._spec.norm_eps
+        key_start = attention.query_width
+        value_start = key_start + attention.key_width
+        qkv = arena["qkv"].columns(0, value_start + attention.value_width)
+        query, key = qkv.columns(0, key_start), qkv.columns(key_start, value_start)
+        mixed = arena["attention"].columns(0, attention.output_width)
+        ops.rms_norm(b, arena["hidden"], weights.attention_norm, arena["norm"], eps)
+        ops.linear(b, arena["norm"], weights.qkv, qkv)
+        if weights.query_norm is not None and weights.key_norm is not None:
+            ops.rms_norm(b, query, weights.query_norm, query, eps)
+            ops.rms_norm(b, key, weights.key_norm, key, eps)
+        ops.rope(
+            b,
+            qkv.columns(0, value_start),  # query and key heads lie side by side
+            arena["positions"],
+            weights.inv_freq,
+            head_dim=attention.key_dim,
+            layout=attention.rope.layout.value,
+            magnitude=rope_magnitude(attention.rope),
+        )
+        value = qkv.columns(value_start, value_start + attention.value_width)
+        ops.kv_write(b, key, value, arena[f"slots.{layer.cache_group}"], cache)
+        ops.attention(
+            b,
+            query,
+            cache,
+            arena["positions"],
+            arena["row_starts"],
+            arena[f"blocks.{layer.cache_group}"],
+            mixed,
+            scale=attention.scale,
+            window=attention.window or 0,
+            softcap=attention.softcap or 0.0,
+        )
+        ops.linear(b, mixed, weights.output, arena["hidden"], accumulate=True)
+
+    def _ffn(self, layer: LayerSpec, weights: LayerWeights) -> None:
+        b, arena = self._backend, self._arena
+        gate = arena["gate"].columns(0, layer.ffn.intermediate)
+        ops.rms_norm(b, arena["hidden"], weights.ffn_norm, arena["norm"], self._spec.norm_eps)
+        ops.gated_linear(b, arena["norm"], weights.gate_up, gate, layer.ffn.activation.value)
+        ops.linear(b, gate, weights.down, arena["hidden"], accumulate=True)
