@@ -12,13 +12,11 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from lamina.kernels.backend import Capabilities, DeviceFacts, Unsupported, require_free
+from lamina.kernels.backend import Capabilities, DeviceFacts, Unsupported
 from lamina.kernels.buffer import BLOCK_TOKENS, Buffer, DType, Extent, HostTensor, KvCache, StepShape, Weight
-from lamina.kernels.checks import require_host_values, require_parts
-from lamina.kernels.ledger import MemoryLedger
-from lamina.kernels.ops import ALL_OPS, Args, OpSpec
+from lamina.kernels.ledger import LedgerBackend, stacked_rows
+from lamina.kernels.ops import Args, OpSpec
 from lamina.kernels.quant.dequantize import dequantize_into
-from lamina.kernels.recording import RecordingBackend, operand_rows
 from lamina.kernels.reference import attention, kv_codec
 from lamina.kernels.reference.runners import RUNNERS, Operands
 from lamina.kernels.reference.storage import Matrix, rows_of, storage_of
@@ -26,7 +24,7 @@ from lamina.kernels.reference.storage import Matrix, rows_of, storage_of
 F32 = NDArray[np.float32]
 
 
-class ReferenceBackend(RecordingBackend):
+class ReferenceBackend(LedgerBackend):
     """See the module docstring. `max_memory_bytes` caps what it allocates (None: what the machine has)."""
 
     name = "reference"
@@ -34,7 +32,6 @@ class ReferenceBackend(RecordingBackend):
 
     def __init__(self, *, max_memory_bytes: int | None = None) -> None:
         super().__init__()
-        self.ledger = MemoryLedger()
         self._max_memory_bytes = max_memory_bytes
 
     # -- memory
@@ -53,36 +50,20 @@ class ReferenceBackend(RecordingBackend):
         self.ledger.add(values, values.nbytes)
         return Buffer(shape, dtype, extent, values, shape[1] if len(shape) == 2 else 1)
 
-    def free(self, buffer: Buffer) -> None:
-        """Raises ValueError if it was freed before."""
-        self._require_no_capture("free")
-        self.ledger.remove(buffer.storage, f"the buffer of {buffer.shape}")
-
-    def upload(self, buffer: Buffer, values: NDArray[np.generic]) -> None:
-        """Raises ValueError for another dtype, other columns or too many rows."""
-        self._require_no_capture("upload")
-        self.ledger.require_live("upload", [buffer])
-        require_host_values(buffer, values)
+    def _upload(self, buffer: Buffer, values: NDArray[np.generic]) -> None:
         if buffer.dtype is DType.BF16 and values.dtype == np.float32:
             values = kv_codec.float32_to_bf16(values.astype(np.float32, copy=False))
         rows_of(buffer, len(values))[...] = values
 
-    def download(self, buffer: Buffer, num_rows: int) -> NDArray[np.generic]:
-        self._require_no_capture("download")
-        self.ledger.require_live("download", [buffer])
+    def _download(self, buffer: Buffer, num_rows: int) -> NDArray[np.generic]:
         return rows_of(buffer, num_rows).copy()
 
-    def copy(self, source: Buffer, target: Buffer, num_rows: int) -> None:
-        """Raises GraphError inside a capture (it would bake in a row count), ValueError if dtype or columns differ."""
-        self._require_no_capture("copy")
-        self.ledger.require_live("copy", [source, target])
-        if source.dtype is not target.dtype or source.num_columns != target.num_columns:
-            raise ValueError(f"copy of {source.dtype} {source.shape} to {target.dtype} {target.shape}")
+    def _copy(self, source: Buffer, target: Buffer, num_rows: int) -> None:
         rows_of(target, num_rows)[...] = rows_of(source, num_rows)
 
     def load_weight(self, parts: Sequence[HostTensor], bias: NDArray[np.float32] | None = None) -> Weight:
         """Raises ValueError if the parts' columns differ or `bias` has not one value per row."""
-        in_features, part_rows = require_parts(parts, bias)
+        in_features, part_rows = stacked_rows(parts, bias)
         num_bytes = 4 * sum(part_rows) * (in_features + (bias is not None))
         self._reserve(f"a weight of {sum(part_rows)} x {in_features} as float32", num_bytes)
         values = np.empty((sum(part_rows), in_features), np.float32)
@@ -94,11 +75,6 @@ class ReferenceBackend(RecordingBackend):
         self.ledger.add(matrix, num_bytes)
         return Weight(in_features, part_rows, num_bytes, matrix)
 
-    def free_weight(self, weight: Weight) -> None:
-        """Raises ValueError if it was freed before."""
-        self._require_no_capture("free_weight")
-        self.ledger.remove(weight.storage, f"the weight of {weight.out_features} x {weight.in_features}")
-
     def alloc_kv(self, num_blocks: int, num_kv_heads: int, key_dim: int, value_dim: int, dtype: DType) -> KvCache:
         num_bytes = num_blocks * self.kv_bytes_per_block(num_kv_heads, key_dim, value_dim, dtype)
         self._reserve(f"a KV cache of {num_blocks} blocks", num_bytes)
@@ -108,41 +84,23 @@ class ReferenceBackend(RecordingBackend):
         self.ledger.add(pages, num_bytes)
         return KvCache(num_blocks, num_kv_heads, key_dim, value_dim, dtype, num_bytes, pages)
 
-    def free_kv(self, cache: KvCache) -> None:
-        """Raises ValueError if it was freed before."""
-        self._require_no_capture("free_kv")
-        self.ledger.remove(cache.storage, f"the KV cache of {cache.num_blocks} blocks")
-
     def kv_bytes_per_block(self, num_kv_heads: int, key_dim: int, value_dim: int, dtype: DType) -> int:
         """Raises Unsupported like `alloc_kv`."""
         rows = BLOCK_TOKENS * num_kv_heads
         return sum(rows * size * np.dtype(element).itemsize for size, element in _kv_rows(dtype, key_dim, value_dim))
 
     def copy_kv_block(self, cache: KvCache, source: int, target: int) -> None:
-        self._require_no_capture("copy_kv_block")
-        self.ledger.require_live("copy_kv_block", [cache])
+        self._require_usable("copy_kv_block", cache)
         pages = storage_of(cache, attention.Pages)
         pages.k[target], pages.v[target] = pages.k[source], pages.v[source]
 
     def read_kv(self, cache: KvCache, blocks: Sequence[int], num_tokens: int) -> tuple[F32, F32]:
-        self.ledger.require_live("read_kv", [cache])
+        self._require_usable("read_kv", cache)
         k, v = storage_of(cache, attention.Pages).read(np.asarray(blocks, np.int32), 0, num_tokens)
         return k.copy(), v.copy()
 
-    def _reserve(self, what: str, num_bytes: int) -> None:
-        self._require_no_capture("an allocation")
-        require_free(what, num_bytes, self.device_facts())
-
-    # -- op launches
-
-    def supports(self, op: OpSpec) -> bool:
-        return ALL_OPS.get(op.name) is op
-
-    def _run(self, op: OpSpec, args: Args, shape: StepShape) -> None:
-        self.ledger.require_live(op.name, args.values())
-        num_rows = operand_rows(op, args, shape)
-        if num_rows:
-            RUNNERS[op.name](Operands(op.name, args, num_rows, shape))
+    def _compute(self, op: OpSpec, args: Args, shape: StepShape, num_rows: int) -> None:
+        RUNNERS[op.name](Operands(op.name, args, num_rows, shape))
 
 
 def _kv_rows(dtype: DType, key_dim: int, value_dim: int) -> list[tuple[int, type[np.generic]]]:

@@ -8,9 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.kernels.buffer import DType
-
-Q8_BLOCK_VALUES = 32
-Q8_BLOCK_BYTES = 34
+from lamina.kernels.quant.kv_bytes import Q8_BLOCK_BYTES, Q8_BLOCK_VALUES, kv_row_bytes
 
 _ELEMENT: dict[DType, type[np.generic]] = {
     DType.F32: np.float32,
@@ -23,12 +21,8 @@ KV_DTYPES = frozenset(_ELEMENT)
 
 def row_shape(dtype: DType, dim: int) -> tuple[int, type[np.generic]]:
     """Elements per row of `dim` values, and their numpy type. Raises ValueError if Q8_0 blocks do not divide `dim`."""
-    if dtype is not DType.Q8_0:
-        return dim, _ELEMENT[dtype]
-    blocks, rest = divmod(dim, Q8_BLOCK_VALUES)
-    if rest:
-        raise ValueError(f"q8_0 stores blocks of {Q8_BLOCK_VALUES} values, heads have {dim}")
-    return blocks * Q8_BLOCK_BYTES, _ELEMENT[dtype]
+    element = _ELEMENT[dtype]
+    return kv_row_bytes(dtype, dim) // np.dtype(element).itemsize, element
 
 
 def encode(values: NDArray[np.float32], dtype: DType) -> NDArray[np.generic]:
