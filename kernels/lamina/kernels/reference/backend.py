@@ -20,6 +20,7 @@ from lamina.kernels.quant.dequantize import dequantize_into
 from lamina.kernels.reference import attention, kv_codec
 from lamina.kernels.reference.runners import RUNNERS, Operands
 from lamina.kernels.reference.storage import Matrix, rows_of, storage_of
+from lamina.spec.quant import GgmlType
 
 F32 = NDArray[np.float32]
 
@@ -74,6 +75,10 @@ class ReferenceBackend(LedgerBackend):
         matrix = Matrix(values, None if bias is None else bias.astype(np.float32))
         self.ledger.add(matrix, num_bytes)
         return Weight(in_features, part_rows, num_bytes, matrix)
+
+    def weight_bits(self, tensor_type: GgmlType) -> float:
+        """float32, whatever the checkpoint has."""
+        return 32.0
 
     def alloc_kv(self, num_blocks: int, num_kv_heads: int, key_dim: int, value_dim: int, dtype: DType) -> KvCache:
         num_bytes = num_blocks * self.kv_bytes_per_block(num_kv_heads, key_dim, value_dim, dtype)
