@@ -376,7 +376,9 @@ class StepDone(_message.Message):
     """the edge to stage 0 is down: the coordinator must send SampleToken"""
     @_builtins.property
     def seq(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Columns, one entry per slice that wanted logits and whose sequence had not ended before."""
+        """Columns, one entry per slice that wanted logits. Rows of a sequence that ended in an earlier step hold token 0: stage 0
+        needs some input for what was already planned, everybody else discards them.
+        """
 
     @_builtins.property
     def pos(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

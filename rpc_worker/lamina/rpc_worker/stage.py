@@ -174,7 +174,7 @@ class Stage:
         for group in range(len(self._spec.cache_groups)):
             table = np.stack([self._tables.blocks_of(piece.seq, group) for piece in plan.slices])
             blocks.append(table)
-            slots.append((table[seq_of_row, positions // block_tokens] * block_tokens + positions % block_tokens))
+            slots.append(table[seq_of_row, positions // block_tokens] * block_tokens + positions % block_tokens)
         logit_rows = [int(row_starts[i + 1]) - 1 for i, piece in enumerate(plan.slices) if piece.want_logits]
         return StepArrays(
             positions=positions.astype(np.int32),

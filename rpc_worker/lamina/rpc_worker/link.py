@@ -1,0 +1,150 @@
+"""The edge to the next stage: a gRPC stream, or a direct hand-over where both stages live in this daemon.
+
+A link never raises into its stage: what it cannot deliver it reports once through `on_lost`.
+"""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+
+from lamina.spec.errors import LaminaError, WorkerLost
+from lamina.v1 import step_pb2 as pb
+from lamina.v1 import worker_pb2_grpc
+from lamina.wire.channel import Address, connect
+from lamina.wire.status import error_from_rpc
+
+OPEN_DEADLINE_S = 10.0
+_PING_BYTES = 8192
+_NUM_PINGS = 5
+
+Lost = Callable[[LaminaError], None]
+
+
+class Link(Protocol):
+    """Sends frames and answers forward."""
+
+    rtt_s: float
+
+    def send(self, message: pb.FramesRequest) -> None:
+        """Queue a message; never blocks."""
+
+    async def close(self) -> None:
+        """End the edge."""
+
+
+class LocalLink:
+    """Both ends in one daemon: messages are handed over, the network is not touched."""
+
+    rtt_s = 0.0
+
+    def __init__(self, deliver: Callable[[pb.FramesRequest], None], on_lost: Lost) -> None:
+        self._deliver = deliver
+        self._on_lost = on_lost
+
+    def send(self, message: pb.FramesRequest) -> None:
+        """Hand over now; the receiver's refusal is a lost edge."""
+        try:
+            self._deliver(message)
+        except LaminaError as error:
+            self._on_lost(error)
+
+    async def close(self) -> None:
+        """Nothing to do."""
+
+
+class GrpcLink:
+    """A Frames stream to another worker. Built by `open`."""
+
+    def __init__(self, channel: grpc.aio.Channel, call: "_Call", who: str, on_lost: Lost) -> None:
+        self._channel = channel
+        self._call = call
+        self._who = who
+        self._on_lost = on_lost
+        self._queue: asyncio.Queue[pb.FramesRequest] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
+        self.rtt_s = 0.0
+
+    @classmethod
+    async def open(cls, address: Address, opening: pb.FramesOpen, on_lost: Lost) -> "GrpcLink":
+        """Dial the next stage and measure the edge. Raises WorkerUnreachable, StaleEpoch or what the peer reports."""
+        who = f"stage {opening.to_stage} at {address}"
+        channel = await connect(address)
+        call: _Call = worker_pb2_grpc.WorkerStub(channel).Frames()
+        link = cls(channel, call, who, on_lost)
+        try:
+            async with asyncio.timeout(OPEN_DEADLINE_S):
+                await call.write(pb.FramesRequest(open=opening))
+                await link._expect("opened")
+                link.rtt_s = await link._measure_rtt()
+        except grpc.aio.AioRpcError as error:
+            await channel.close()
+            raise error_from_rpc(error, who) from None
+        except TimeoutError:
+            await channel.close()
+            raise WorkerLost(f"{who}: the edge was not accepted within {OPEN_DEADLINE_S:g} s") from None
+        link._tasks = [asyncio.create_task(link._write()), asyncio.create_task(link._watch())]
+        return link
+
+    def send(self, message: pb.FramesRequest) -> None:
+        """Queue a message; the stream's own flow control and MAX_RUN_AHEAD bound what waits here."""
+        self._queue.put_nowait(message)
+
+    async def close(self) -> None:
+        """End the stream and the channel."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        self._call.cancel()
+        await self._channel.close()
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._call.write(await self._queue.get())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            self._lose(error)
+
+    async def _watch(self) -> None:
+        """Notice the stream's end also when nothing is being sent."""
+        try:
+            while await self._call.read() is not grpc.aio.EOF:
+                pass
+            self._lose(None)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            self._lose(error)
+
+    def _lose(self, error: Exception | None) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if isinstance(error, grpc.aio.AioRpcError):
+            self._on_lost(error_from_rpc(error, self._who))
+        else:
+            self._on_lost(WorkerLost(f"{self._who}: closed the edge"))
+
+    async def _expect(self, kind: str) -> pb.FramesResponse:
+        response = await self._call.read()
+        if not isinstance(response, pb.FramesResponse):  # end of stream; the status says why
+            code, details = await self._call.code(), await self._call.details()
+            raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), await self._call.trailing_metadata(), details)
+        if response.WhichOneof("body") != kind:
+            raise WorkerLost(f"{self._who}: answered {response.WhichOneof('body')} where {kind} was due")
+        return response
+
+    async def _measure_rtt(self) -> float:
+        """Median round trip of a few pings of 8 KiB, seconds."""
+        times = []
+        for i in range(_NUM_PINGS):
+            start = time.perf_counter()
+            await self._call.write(pb.FramesRequest(ping=pb.Ping(id=i, payload=bytes(_PING_BYTES))))
+            await self._expect("pong")
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+
+_Call = grpc.aio.StreamStreamCall[pb.FramesRequest, pb.FramesResponse]
