@@ -54,8 +54,8 @@ def tensor_row(name: str | bytes, shape: Sequence[int], type_id: int = 0, offset
 class RawGguf:
     """The pieces of a file; counts default to the true ones. `data_bytes` zeros follow the padded header."""
 
-    entries: list[tuple[str | bytes, bytes]] = field(default_factory=list)
-    rows: list[bytes] = field(default_factory=list)
+    entries: Sequence[tuple[str | bytes, bytes]] = field(default_factory=list)
+    rows: Sequence[bytes] = field(default_factory=list)
     data_bytes: int = 0
     magic: bytes = b"GGUF"
     version: int = 3

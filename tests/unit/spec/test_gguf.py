@@ -30,7 +30,7 @@ def assert_same_as_gguf_package(path: Path) -> None:
     assert ours.tensors.names == tuple(tensor.name for tensor in oracle.tensors)
     for tensor in oracle.tensors:
         info = ours.tensors[tensor.name]
-        assert (info.type, info.shape) == (tensor.tensor_type, tuple(tensor.shape))
+        assert (info.type.value, info.shape) == (tensor.tensor_type.value, tuple(tensor.shape))
         assert (info.offset_bytes, info.num_bytes) == (tensor.data_offset, tensor.n_bytes)
         assert info.file == path
 

@@ -36,7 +36,7 @@ def tensors(*rows: bytes, data_bytes: int = 64) -> RawGguf:
 MALFORMED = {
     "tensor count": (RawGguf(num_tensors=HUGE), r"claims 9223372036854775808 entries in the tensor table"),
     "metadata count": (RawGguf(num_entries=HUGE), r"claims 9223372036854775808 entries in the metadata"),
-    "tensor count within the limit": (RawGguf(num_tensors=10), r"the tensor table \(10 entries\) .* 330 bytes, 16 are left"),
+    "tensor count within the limit": (RawGguf(num_tensors=10), r"the tensor table \(10 entries\) .* 330 bytes, 16 are"),
     "metadata count within the limit": (RawGguf(num_entries=10), r"the metadata \(10 entries\) .* at least 140"),
     "string length": (RawGguf([("k", struct.pack("<IQ", STRING, HUGE))]), r"metadata k at byte .* needs at least"),
     "key length": (RawGguf([(b"", struct.pack("<QQ", HUGE, 0))]), r"metadata key '' is not 1 to 65535 printable"),
