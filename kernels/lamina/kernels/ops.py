@@ -241,7 +241,7 @@ def _shape_problem(op: OpSpec, args: Args) -> str | None:
         case "rope":
             return _rope_problem(a["x"], args)
         case "kv_write" | "attention" if isinstance(cache, KvCache):
-            return _cache_problem(op, a, cache)
+            return _cache_problem(op, a, cache) or _sinks_problem(args, a.get("q", 0) // cache.key_dim)
         case "add" | "gather_rows" if len({a[name] for name in a if name != "indices"}) != 1:
             return f"columns differ: {a}"
     return None
@@ -275,4 +275,11 @@ def _cache_problem(op: OpSpec, columns: Mapping[str, int], cache: KvCache) -> st
     heads, rest = divmod(columns["q"], cache.key_dim)
     if rest or heads % cache.num_kv_heads or columns["out"] != heads * cache.value_dim:
         return f"q, out have {columns['q']}, {columns['out']} columns; cache has {cache.num_kv_heads} KV heads"
+    return None
+
+
+def _sinks_problem(args: Args, num_heads: int) -> str | None:
+    sinks = args.get("sinks")
+    if isinstance(sinks, Buffer) and sinks.shape != (num_heads,):
+        return f"sinks have shape {sinks.shape}, q has {num_heads} heads"
     return None
