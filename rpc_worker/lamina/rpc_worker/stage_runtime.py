@@ -6,6 +6,7 @@ Owned by the loop. The `Stage` behind it belongs to the compute thread and is to
 import asyncio
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 from lamina.rpc_worker.device_thread import DeviceThread
 from lamina.rpc_worker.link import Link
@@ -174,8 +175,7 @@ class StageRuntime:
 
     def _pump(self) -> None:
         while not self._failed and (ready := self._queue.pop_ready()) is not None:
-            step = ready
-            self.device.post(lambda: self.stage.run(step), self._on_result)
+            self.device.post(partial(self.stage.run, ready), self._on_result)
 
     def _on_result(self, outcome: StageResult | Exception) -> None:
         if isinstance(outcome, Exception):

@@ -1,0 +1,99 @@
+"""`rpc-worker`: flags and their LAMINA_* twins into frozen settings, user errors into one line."""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lamina.rpc_worker.daemon import run_worker
+from lamina.rpc_worker.settings import WorkerSettings, parse_devices, parse_size
+from lamina.spec.errors import InvalidConfig, LaminaError
+from lamina.wire.channel import parse_address
+from lamina.wire.version import own_version
+
+EXIT_USER_ERROR = 2
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+
+app = typer.Typer(add_completion=True, pretty_exceptions_enable=False)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(own_version())
+        raise typer.Exit
+
+
+@app.command()
+def worker(
+    device: Annotated[
+        list[str], typer.Option(help="cpu, cuda, cuda:N; repeat for several devices.", envvar="LAMINA_DEVICE")
+    ] = ["cpu"],  # noqa: B006 (typer copies it)
+    listen: Annotated[
+        str, typer.Option(help="host:port to serve on; port 0 picks a free one.", envvar="LAMINA_LISTEN")
+    ] = "127.0.0.1:50051",
+    advertise: Annotated[
+        str, typer.Option(help="host:port under which others reach this worker.", envvar="LAMINA_ADVERTISE")
+    ] = "",
+    threads: Annotated[
+        int, typer.Option(help="Compute threads of a CPU device; 0 = all cores.", envvar="LAMINA_THREADS")
+    ] = 0,
+    max_memory: Annotated[
+        str, typer.Option(help="Most memory to use per device, like 8G.", envvar="LAMINA_MAX_MEMORY")
+    ] = "",
+    models: Annotated[
+        list[Path], typer.Option(help="Folder with model files; repeatable.", envvar="LAMINA_MODELS")
+    ] = [],  # noqa: B006
+    name: Annotated[
+        str, typer.Option(help="Name of this worker; the host name by default.", envvar="LAMINA_NAME")
+    ] = "",
+    insecure: Annotated[
+        bool,
+        typer.Option("--insecure", help="Listen beyond loopback without TLS or token.", envvar="LAMINA_INSECURE"),
+    ] = False,
+    log_level: Annotated[
+        str, typer.Option(help=f"One of {', '.join(_LOG_LEVELS)}.", envvar="LAMINA_LOG_LEVEL")
+    ] = "info",
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serve this machine's devices to a lamina coordinator."""
+    settings = WorkerSettings(
+        name=name or socket.gethostname().split(".")[0],
+        devices=parse_devices(tuple(device)),
+        listen=parse_address(listen, allow_zero=True),
+        advertise=parse_address(advertise) if advertise else None,
+        num_threads=threads or os.cpu_count() or 1,
+        max_memory_bytes=parse_size(max_memory) if max_memory else None,
+        model_folders=tuple(models),
+        insecure=insecure,
+        log_level=_checked_level(log_level),
+    )
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    asyncio.run(run_worker(settings))
+
+
+def _checked_level(text: str) -> str:
+    if text.lower() not in _LOG_LEVELS:
+        raise InvalidConfig(f"--log-level {text!r} is none of {', '.join(_LOG_LEVELS)}")
+    return text.lower()
+
+
+def main() -> None:
+    """Entry point: a LaminaError is one line on stderr and exit code 2."""
+    try:
+        app()
+    except LaminaError as error:
+        print(f"rpc-worker: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

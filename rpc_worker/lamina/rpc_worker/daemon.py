@@ -1,0 +1,83 @@
+"""Start and stop order of the worker: devices, server, health; then the reverse."""
+
+import asyncio
+import logging
+import signal
+import sys
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from lamina.kernels.registry import create_backend
+from lamina.rpc_worker.describe import device_profile, device_table
+from lamina.rpc_worker.device_thread import DeviceThread
+from lamina.rpc_worker.service import WorkerService
+from lamina.rpc_worker.settings import WorkerSettings
+from lamina.rpc_worker.stage_registry import StageRegistry
+from lamina.spec.errors import InvalidConfig
+from lamina.spec.ids import DeviceId, WorkerName
+from lamina.v1 import worker_pb2_grpc
+from lamina.wire.channel import Address, server_options
+from lamina.wire.version import own_version
+
+_log = logging.getLogger(__name__)
+_SERVICE = "lamina.v1.Worker"
+_GRACE_S = 2.0
+# A compute thread in Python must not hold the interpreter for the default 5 ms while a frame waits.
+_SWITCH_INTERVAL_S = 0.0005
+
+
+async def run_worker(settings: WorkerSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises InvalidConfig (port in use), CapacityExceeded, Unsupported."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    devices = tuple(_start_device(name, settings) for name in settings.devices)
+    server = grpc.aio.server(options=server_options())
+    registry = StageRegistry(settings, devices)
+    worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(settings, devices, registry), server)
+    checks = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    try:
+        port = _bind(server, settings.listen)
+        await server.start()
+        await checks.set("", health_pb2.HealthCheckResponse.SERVING)
+        await checks.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        _announce(settings, devices, Address(settings.listen.host, port))
+        await stop.wait()
+        _log.info("stopping")
+        await checks.enter_graceful_shutdown()
+    finally:
+        await server.stop(_GRACE_S)
+        await registry.close()
+        for device in devices:
+            device.stop()
+
+
+def _start_device(name: str, settings: WorkerSettings) -> DeviceThread:
+    backend = create_backend(name, threads=settings.num_threads, max_memory_bytes=settings.max_memory_bytes)
+    return DeviceThread(backend, f"compute-{name}")
+
+
+def _bind(server: grpc.aio.Server, listen: Address) -> int:
+    try:
+        port = server.add_insecure_port(str(listen))
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise InvalidConfig(
+            f"cannot listen on {listen}: the port is in use or the address is not this machine's; choose another --listen"
+        )
+    return port
+
+
+def _announce(settings: WorkerSettings, devices: tuple[DeviceThread, ...], bound: Address) -> None:
+    worker = WorkerName(settings.name)
+    profiles = [
+        device_profile(DeviceId(worker, index), device.backend, settings.num_threads)
+        for index, device in enumerate(devices)
+    ]
+    print(device_table(profiles), end="")
+    print(f"worker {settings.name}, {own_version()}, listening on {bound}", flush=True)

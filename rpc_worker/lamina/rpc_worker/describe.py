@@ -1,0 +1,74 @@
+"""What a worker says of its devices and stages: for `Describe` and for the table at start."""
+
+import io
+
+from rich.console import Console
+from rich.table import Table
+
+from lamina.kernels.backend import Backend
+from lamina.rpc_worker.stage_runtime import StageRuntime
+from lamina.spec.device import DeviceProfile
+from lamina.spec.ids import DeviceId
+from lamina.spec.quant import WEIGHT_TYPES
+from lamina.v1 import worker_pb2 as wpb
+
+
+def device_profile(id_: DeviceId, backend: Backend, num_threads: int | None) -> DeviceProfile:
+    """The device now."""
+    facts, can = backend.device_facts(), backend.capabilities
+    return DeviceProfile(
+        id=id_,
+        kind=facts.kind,
+        name=facts.name,
+        total_bytes=facts.total_bytes,
+        free_bytes=facts.free_bytes,
+        kernel=can.kernel or backend.name,
+        compute_dtype=can.compute_dtype,
+        kv_dtypes=tuple(sorted(dtype.value for dtype in can.kv_dtypes)),
+        graphs=can.graphs,
+        threads=num_threads or 0,
+        weight_bits={kind: backend.weight_bits(kind) for kind in sorted(WEIGHT_TYPES)},
+    )
+
+
+def stage_message(runtime: StageRuntime, device: int) -> wpb.LoadedStage:
+    """A loaded stage, for Describe."""
+    key, stage = runtime.key, runtime.stage
+    return wpb.LoadedStage(
+        placement=key.placement,
+        epoch=key.epoch,
+        stage=key.index,
+        device=device,
+        first_layer=runtime.layers.start,
+        num_layers=len(runtime.layers),
+        model_digest=runtime.spec.digest,
+        settings_digest=runtime.settings.digest(),
+        weight_bytes=stage.weight_bytes,
+        cache_bytes=stage.cache_bytes,
+        arena_bytes=stage.arena_bytes,
+        controlled=runtime.is_controlled,
+        num_steps=stage.num_steps,
+        busy_s=stage.busy_s,
+        num_sequences=stage.num_sequences,
+    )
+
+
+def device_table(profiles: list[DeviceProfile]) -> str:
+    """The table printed at start."""
+    table = Table("device", "name", "free", "total", "kernels", "compute", "KV cache", "graphs", "threads")
+    for profile in profiles:
+        table.add_row(
+            f"{profile.id.index}: {profile.kind}",
+            profile.name,
+            f"{profile.free_bytes / 2**30:.1f} GiB",
+            f"{profile.total_bytes / 2**30:.1f} GiB",
+            profile.kernel,
+            profile.compute_dtype,
+            " ".join(profile.kv_dtypes),
+            "yes" if profile.graphs else "no",
+            str(profile.threads or "-"),
+        )
+    console = Console(file=io.StringIO(), width=120)
+    console.print(table)
+    output = console.file
+    return output.getvalue() if isinstance(output, io.StringIO) else ""

@@ -1,0 +1,188 @@
+"""The gRPC servicer: translate, delegate, nothing else."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+
+from lamina.rpc_worker.describe import device_profile, stage_message
+from lamina.rpc_worker.device_thread import DeviceThread
+from lamina.rpc_worker.settings import WorkerSettings
+from lamina.rpc_worker.stage_registry import LoadRequest, StageRegistry
+from lamina.rpc_worker.stage_runtime import StageKey, StageRuntime
+from lamina.spec.errors import InvalidPlan, InvalidRequest, InvalidSplit, LaminaError
+from lamina.spec.ids import DeviceId, Epoch, PlacementId, WorkerName
+from lamina.spec.model import LayerRange
+from lamina.v1 import step_pb2 as pb
+from lamina.v1 import worker_pb2 as wpb
+from lamina.v1 import worker_pb2_grpc
+from lamina.wire.channel import parse_address
+from lamina.wire.convert import command_from_message
+from lamina.wire.profiles import (
+    device_to_message,
+    settings_from_message,
+    version_from_message,
+    version_to_message,
+)
+from lamina.wire.status import abort
+from lamina.wire.version import check_peer, own_version
+
+_log = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext  # type: ignore[type-arg]
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """One worker's RPCs."""
+
+    def __init__(self, settings: WorkerSettings, devices: tuple[DeviceThread, ...], registry: StageRegistry) -> None:
+        self._settings = settings
+        self._devices = devices
+        self._registry = registry
+        self._started = time.monotonic()
+
+    async def Describe(self, request: wpb.DescribeRequest, context: Context) -> wpb.DescribeResponse:  # noqa: N802
+        """Answers any version, so that a mismatch can be named by the other side."""
+        profiles = []
+        for index, device in enumerate(self._devices):
+            id_ = DeviceId(WorkerName(self._settings.name), index)
+            profiles.append(device_profile(id_, device.backend, self._settings.num_threads))
+        return wpb.DescribeResponse(
+            version=version_to_message(own_version()),
+            worker=self._settings.name,
+            advertise=str(self._settings.advertise or ""),
+            devices=[device_to_message(profile) for profile in profiles],
+            stages=[stage_message(runtime, self._registry.device_index(runtime)) for runtime in self._registry],
+            uptime_s=time.monotonic() - self._started,
+        )
+
+    async def LoadStage(  # noqa: N802
+        self, request: wpb.LoadStageRequest, context: Context
+    ) -> AsyncIterator[wpb.LoadStageResponse]:
+        """Progress about ten times a second, then what is left for the cache."""
+        try:
+            check_peer(version_from_message(request.version), "the coordinator")
+            load = _load_request(request)
+            latest = wpb.LoadStageResponse()
+
+            def progress(done: int, total: int) -> None:
+                latest.done_bytes, latest.total_bytes = done, total
+
+            loading = asyncio.create_task(self._registry.load(load, progress))
+            try:
+                while not (await asyncio.wait([loading], timeout=0.1))[0]:
+                    yield latest
+                runtime = await loading
+            finally:
+                loading.cancel()
+            yield _load_finished(runtime, latest)
+        except LaminaError as error:
+            await abort(context, error)
+
+    async def AllocateCache(  # noqa: N802
+        self, request: wpb.AllocateCacheRequest, context: Context
+    ) -> wpb.AllocateCacheResponse:
+        """Phase two of loading."""
+        try:
+            runtime = self._registry.get(request.placement, request.epoch, request.stage)
+            num_blocks = tuple(request.num_blocks)
+            num_groups = len(runtime.spec.cache_groups)
+            if len(num_blocks) != num_groups or min(num_blocks, default=0) < 1:
+                raise InvalidRequest(f"{num_groups} numbers of blocks >= 1 are wanted, got {list(num_blocks)}")
+            await runtime.device.call(lambda: runtime.stage.allocate_cache(num_blocks))
+        except LaminaError as error:
+            await abort(context, error)
+        return wpb.AllocateCacheResponse(cache_bytes=runtime.stage.cache_bytes)
+
+    async def LinkStage(self, request: wpb.LinkStageRequest, context: Context) -> wpb.LinkStageResponse:  # noqa: N802
+        """Dial the next stage."""
+        try:
+            runtime = self._registry.get(request.placement, request.epoch, request.stage)
+            if request.next_stage != runtime.key.next_index:
+                raise InvalidRequest(
+                    f"stage {request.stage} is followed by {runtime.key.next_index}, not {request.next_stage}"
+                )
+            link = await self._registry.link(runtime, parse_address(request.next_address))
+        except LaminaError as error:
+            await abort(context, error)
+        return wpb.LinkStageResponse(peer=request.next_address, rtt_s=link.rtt_s)
+
+    async def Unload(self, request: wpb.UnloadRequest, context: Context) -> wpb.UnloadResponse:  # noqa: N802
+        """Free a placement's stages; unknown ones are nothing to complain about."""
+        return wpb.UnloadResponse(num_stages=await self._registry.unload(request.placement))
+
+    async def Steps(self, requests: AsyncIterator[pb.StepsRequest], context: Context) -> None:  # noqa: N802
+        """The coordinator's stream: commands in, answers out; its end is the epoch's end."""
+        try:
+            opening = await anext(requests, None)
+            if opening is None or opening.WhichOneof("body") != "open":
+                raise InvalidPlan("a Steps stream begins with `open`")
+            runtime = self._registry.get(opening.open.placement, opening.open.epoch, opening.open.stage)
+            if opening.open.settings_digest != runtime.settings.digest():
+                raise InvalidRequest("the coordinator's stage settings differ from those this stage was loaded with")
+            responses = runtime.attach_controller()
+        except LaminaError as error:
+            await abort(context, error)
+        await context.write(pb.StepsResponse(opened=pb.StepsOpened()))
+        writer = asyncio.create_task(_write_responses(responses, context))
+        try:
+            await self._read_commands(runtime, requests)
+        finally:
+            writer.cancel()
+            await asyncio.shield(runtime.detach_controller())
+
+    async def _read_commands(self, runtime: StageRuntime, requests: AsyncIterator[pb.StepsRequest]) -> None:
+        num_groups = len(runtime.spec.cache_groups)
+        async for message in requests:
+            try:
+                runtime.handle_command(command_from_message(message, num_groups))
+            except LaminaError as error:
+                runtime.fail(error)
+
+    async def Frames(self, requests: AsyncIterator[pb.FramesRequest], context: Context) -> None:  # noqa: N802
+        """The stream of the stage before. What is wrong on it ends it, and nothing else."""
+        try:
+            opening = await anext(requests, None)
+            if opening is None or opening.WhichOneof("body") != "open":
+                raise InvalidPlan("a Frames stream begins with `open`")
+            runtime = self._registry.get(opening.open.placement, opening.open.epoch, opening.open.to_stage)
+            expected = (runtime.key.index - 1) % runtime.key.num_stages
+            if opening.open.from_stage != expected:
+                raise InvalidPlan(f"stage {runtime.key.index} follows {expected}, not {opening.open.from_stage}")
+            await context.write(pb.FramesResponse(opened=pb.FramesOpened()))
+            async for message in requests:
+                if message.WhichOneof("body") == "ping":
+                    await context.write(pb.FramesResponse(pong=message.ping))
+                else:
+                    runtime.handle_frames_message(message)
+        except LaminaError as error:
+            await abort(context, error)
+
+
+async def _write_responses(responses: "asyncio.Queue[pb.StepsResponse | None]", context: Context) -> None:
+    while (response := await responses.get()) is not None:
+        await context.write(response)
+
+
+def _load_request(request: wpb.LoadStageRequest) -> LoadRequest:
+    if not 0 <= request.stage < request.num_stages:
+        raise InvalidRequest(f"stage {request.stage} of {request.num_stages} does not exist")
+    if request.num_layers < 1:
+        raise InvalidSplit(f"stage {request.stage} is to have {request.num_layers} layers")
+    key = StageKey(PlacementId(request.placement), Epoch(request.epoch), request.stage, request.num_stages)
+    layers = LayerRange(request.first_layer, request.first_layer + request.num_layers)
+    settings = settings_from_message(request.settings)
+    return LoadRequest(key, request.device, request.model_path, request.model_digest, layers, settings)
+
+
+def _load_finished(runtime: StageRuntime, latest: wpb.LoadStageResponse) -> wpb.LoadStageResponse:
+    return wpb.LoadStageResponse(
+        done_bytes=latest.total_bytes,
+        total_bytes=latest.total_bytes,
+        finished=True,
+        weight_bytes=runtime.stage.weight_bytes,
+        arena_bytes=runtime.stage.arena_bytes,
+        free_bytes=runtime.device.backend.device_facts().free_bytes + runtime.stage.cache_bytes,
+        block_bytes=runtime.stage.block_bytes(),
+    )

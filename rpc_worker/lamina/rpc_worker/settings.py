@@ -1,0 +1,66 @@
+"""Settings of one worker, frozen. Made once by the CLI; nothing reads flags or the environment later."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lamina.spec.errors import InvalidConfig
+from lamina.wire.channel import Address
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What one daemon is told: devices, where it listens, what it may use."""
+
+    name: str
+    devices: tuple[str, ...] = ("cpu",)
+    listen: Address = field(default_factory=lambda: Address("127.0.0.1", 50051))
+    advertise: Address | None = None
+    num_threads: int | None = None
+    max_memory_bytes: int | None = None
+    model_folders: tuple[Path, ...] = ()
+    insecure: bool = False
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.name):
+            raise InvalidConfig(f"--name {self.name!r}: use 1 to 64 letters, digits, dots, dashes or underscores")
+        if not self.listen.is_loopback and not self.insecure:
+            raise InvalidConfig(
+                f"--listen {self.listen} can be reached from other machines without authentication; "
+                "add --insecure to say that this network is trusted"
+            )
+        if self.num_threads is not None and not 1 <= self.num_threads <= 1024:
+            raise InvalidConfig(f"--threads must be between 1 and 1024, got {self.num_threads}")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size like 512M, 8G, 1.5GiB or 1000000. Raises InvalidConfig."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if not match or float(match[1]) == 0:
+        raise InvalidConfig(f"size {text!r} is not of the form 512M, 8G or 1.5GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_devices(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Device names in order; each bare `cuda` or `gpu` claims the next free index (A-18). Raises InvalidConfig."""
+    explicit = {int(text.partition(":")[2]) for text in texts if re.fullmatch(r"(cuda|gpu):\d+", text)}
+    devices: list[str] = []
+    next_index = 0
+    for text in texts:
+        match = re.fullmatch(r"(cpu|reference|mock|cuda|gpu)(?::(\d+))?", text)
+        if not match or (match[2] and match[1] not in ("cuda", "gpu")):
+            raise InvalidConfig(f"--device {text!r} is none of cpu, cuda, cuda:N, reference, mock")
+        name = match[1]
+        if name in ("cuda", "gpu"):
+            if match[2] is None:
+                while next_index in explicit:
+                    next_index += 1
+                explicit.add(next_index)
+            name = f"cuda:{match[2] or next_index}"
+        if name in devices:
+            raise InvalidConfig(f"--device {text!r} is given twice")
+        devices.append(name)
+    return tuple(devices)
