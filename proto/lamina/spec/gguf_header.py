@@ -39,11 +39,11 @@ _FIRST_READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """What a header may cost; real models stay well below (262k tokens, scores, types and 515k merges make 1.3M values)."""
+    """What a header may cost. 262k tokens, scores and types with 515k merges, a large vocabulary, are 1.3M values."""
 
     max_header_bytes: int = 256 << 20
     max_table_entries: int = 1 << 17  # of the metadata and of the tensor table, each
-    max_array_values: int = 8 << 20  # over all arrays of a file
+    max_array_values: int = 4 << 20  # over all arrays of a file
     max_array_depth: int = 4
 
 
