@@ -68,7 +68,8 @@ def _bind(server: grpc.aio.Server, listen: Address) -> int:
         port = 0
     if port == 0:
         raise InvalidConfig(
-            f"cannot listen on {listen}: the port is in use or the address is not this machine's; choose another --listen"
+            f"cannot listen on {listen}: the port is in use, or the address is not this machine's; choose another with"
+            " --listen"
         )
     return port
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 
@@ -30,7 +31,7 @@ from lamina.wire.status import abort
 from lamina.wire.version import check_peer, own_version
 
 _log = logging.getLogger(__name__)
-Context = grpc.aio.ServicerContext  # type: ignore[type-arg]
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -112,7 +113,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Free a placement's stages; unknown ones are nothing to complain about."""
         return wpb.UnloadResponse(num_stages=await self._registry.unload(request.placement))
 
-    async def Steps(self, requests: AsyncIterator[pb.StepsRequest], context: Context) -> None:  # noqa: N802
+    # The stubs know only generators; answers here come from another task, through context.write.
+    async def Steps(  # type: ignore[override] # noqa: N802
+        self, requests: AsyncIterator[pb.StepsRequest], context: Context
+    ) -> None:
         """The coordinator's stream: commands in, answers out; its end is the epoch's end."""
         try:
             opening = await anext(requests, None)
@@ -140,7 +144,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             except LaminaError as error:
                 runtime.fail(error)
 
-    async def Frames(self, requests: AsyncIterator[pb.FramesRequest], context: Context) -> None:  # noqa: N802
+    async def Frames(  # type: ignore[override] # noqa: N802
+        self, requests: AsyncIterator[pb.FramesRequest], context: Context
+    ) -> None:
         """The stream of the stage before. What is wrong on it ends it, and nothing else."""
         try:
             opening = await anext(requests, None)

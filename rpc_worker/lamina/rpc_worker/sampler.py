@@ -1,0 +1,123 @@
+"""The last stage's sampler: from logits to tokens, and the decision that a sequence has ended.
+
+Owned by the compute thread. Per sequence it holds what AddSequence brought and what was generated since; random
+numbers are counter-based, so there is no random state to lose.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.rpc_worker import filters
+from lamina.spec.ids import SeqId
+from lamina.spec.step import AddSequence, FinishReason, SampledToken
+
+Logits = NDArray[np.float32]
+
+
+@dataclass
+class _SequenceState:
+    add: AddSequence
+    history: list[int]
+    num_generated: int
+    ended: bool = False
+    bias_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    bias: Logits = field(default_factory=lambda: np.zeros(0, np.float32))
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether argmax of the raw logits is the answer."""
+        p = self.add.sampling
+        return p.temperature <= 0 and p.num_logprobs < 0 and not len(self.bias_ids) and not filters.has_penalties(p)
+
+
+class Sampler:
+    """Samples one token for each row of logits."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._sequences: dict[SeqId, _SequenceState] = {}
+
+    def add(self, add: AddSequence) -> None:
+        """Make a sequence known before its first step."""
+        state = _SequenceState(add, list(add.history_ids), add.num_generated)
+        biased = {token: bias for token, bias in add.sampling.logit_bias.items() if token < self._vocab_size}
+        state.bias_ids = np.fromiter(biased.keys(), np.int64, len(biased))
+        state.bias = np.fromiter(biased.values(), np.float32, len(biased))
+        self._sequences[add.seq] = state
+
+    def remove(self, seq: SeqId) -> None:
+        """Forget a sequence; unknown ones are fine."""
+        self._sequences.pop(seq, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._sequences.clear()
+
+    def sample(self, rows: Sequence[tuple[SeqId, int]], logits: Logits) -> tuple[SampledToken, ...]:
+        """One token per row: `rows` are (sequence, position of the new token), logits float32 [len(rows), vocab].
+
+        A sequence that has ended, or that was never added, gets token 0, which nobody uses. Non-finite logits end
+        their own sequence with FinishReason.ERROR (A-05, B-35).
+        """
+        if not rows:
+            return ()
+        best = logits.argmax(axis=1)  # the first of equals; a NaN wins, and is caught by its value
+        best_values = logits[np.arange(len(rows)), best]
+        sampled = []
+        for i, (seq, pos) in enumerate(rows):
+            state = self._sequences.get(seq)
+            if state is None or state.ended:
+                sampled.append(SampledToken(seq, pos, 0))
+            elif not np.isfinite(best_values[i]):
+                state.ended = True
+                cause = f"NumericalError: the logits for position {pos} are not finite"
+                sampled.append(SampledToken(seq, pos, 0, finish=FinishReason.ERROR, error=cause))
+            elif state.is_plain_greedy:
+                sampled.append(self._advance(state, pos, int(best[i])))
+            else:
+                sampled.append(self._sample_row(state, pos, logits[i]))
+        return tuple(sampled)
+
+    def _sample_row(self, state: _SequenceState, pos: int, raw: Logits) -> SampledToken:
+        params = state.add.sampling
+        logits = raw.astype(np.float32, copy=True)
+        logits[state.bias_ids] += state.bias
+        filters.apply_penalties(logits, state.history, state.num_generated, params)
+        if params.temperature <= 0:
+            token = int(logits.argmax())
+        else:
+            token = filters.draw(logits, params, uniform(params.seed, state.add.choice, state.num_generated))
+        if params.num_logprobs < 0:
+            return self._advance(state, pos, token)
+        logprob, top = filters.logprobs(raw, token, params.num_logprobs)
+        return self._advance(state, pos, token, logprob, top)
+
+    def _advance(
+        self,
+        state: _SequenceState,
+        pos: int,
+        token: int,
+        logprob: float | None = None,
+        top: tuple[tuple[int, float], ...] = (),
+    ) -> SampledToken:
+        state.history.append(token)
+        state.num_generated += 1
+        finish = None
+        if token in state.add.stop_ids:
+            finish = FinishReason.STOP
+        elif state.num_generated >= state.add.max_tokens:
+            finish = FinishReason.LENGTH
+        state.ended = finish is not None
+        return SampledToken(state.add.seq, pos, token, logprob, top, finish)
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """The random number in [0, 1) of an output position: Philox-4x64 keyed by (seed, choice), counter = position.
+
+    It depends on nothing else, so a sequence is sampled alike at any split, in any company and after any re-plan.
+    """
+    generator = np.random.Philox(key=np.array([seed, choice], np.uint64), counter=position)
+    return float(np.random.Generator(generator).random())
