@@ -59,12 +59,8 @@ def model_spec(gguf: GgufFile, digest: str) -> ModelSpec:
     Raises UnsupportedModel (architecture or feature) or InvalidCheckpoint (a key or tensor missing or odd).
     """
     metadata, tensors = Metadata(gguf.metadata, gguf.path), gguf.tensors
-    arch = metadata.text("general.architecture")
-    family = _FAMILIES.get(arch)
-    if family is None:
-        raise UnsupportedModel(f"{gguf.path}: architecture {arch!r:.60} is none of {', '.join(sorted(_FAMILIES))}")
-    if f"{arch}.expert_count" in metadata and gguf.metadata[f"{arch}.expert_count"] != 0:
-        raise UnsupportedModel(f"{gguf.path}: is a mixture of experts, which lamina does not run for {arch}")
+    family = _family(metadata, gguf)
+    arch = family.architecture
     hidden = metadata.count(f"{arch}.embedding_length")
     attentions = _attentions(metadata, family, tensors, hidden)
     groups = cache_groups([attention.window for attention in attentions])
@@ -95,6 +91,16 @@ def model_spec(gguf: GgufFile, digest: str) -> ModelSpec:
     )
     check_tensors(spec, tensors)
     return spec
+
+
+def _family(metadata: Metadata, gguf: GgufFile) -> Family:
+    arch = metadata.text("general.architecture")
+    family = _FAMILIES.get(arch)
+    if family is None:
+        raise UnsupportedModel(f"{gguf.path}: architecture {arch!r:.60} is none of {', '.join(sorted(_FAMILIES))}")
+    if f"{arch}.expert_count" in metadata and gguf.metadata[f"{arch}.expert_count"] != 0:
+        raise UnsupportedModel(f"{gguf.path}: is a mixture of experts, which lamina does not run for {arch}")
+    return family
 
 
 def _attentions(metadata: Metadata, family: Family, tensors: TensorIndex, hidden: int) -> list[AttentionSpec]:
