@@ -16,7 +16,7 @@ from lamina.kernels.backend import Capabilities, DeviceFacts, Unsupported
 from lamina.kernels.buffer import BLOCK_TOKENS, Buffer, DType, Extent, HostTensor, KvCache, StepShape, Weight
 from lamina.kernels.ledger import LedgerBackend, stacked_rows
 from lamina.kernels.ops import Args, OpSpec
-from lamina.kernels.quant.kv_bytes import kv_row_bytes
+from lamina.kernels.quant.kv_bytes import KV_DTYPES, kv_row_bytes
 from lamina.spec.quant import row_bytes
 
 
@@ -70,7 +70,7 @@ class MockBackend(LedgerBackend):
         super().__init__()
         self.capabilities = Capabilities(
             batch_invariant=True,
-            kv_dtypes=frozenset({DType.F32, DType.F16, DType.BF16, DType.Q8_0}),
+            kv_dtypes=KV_DTYPES,
             compute_dtype="none",
             kernel="recorded only",
         )

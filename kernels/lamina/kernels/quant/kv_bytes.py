@@ -2,12 +2,18 @@
 
 from lamina.kernels.buffer import DType
 
+KV_DTYPES = frozenset({DType.F32, DType.F16, DType.BF16, DType.Q8_0})
 Q8_BLOCK_VALUES = 32
 Q8_BLOCK_BYTES = 34  # fp16 scale and 32 int8, ggml's Q8_0
 
 
 def kv_row_bytes(dtype: DType, dim: int) -> int:
-    """Bytes of the `dim` values of one head at one position. Raises ValueError if Q8_0 blocks do not divide `dim`."""
+    """Bytes of the `dim` values of one head at one position.
+
+    Raises ValueError for a dtype that no KV cache has, or if Q8_0 blocks do not divide `dim`.
+    """
+    if dtype not in KV_DTYPES:
+        raise ValueError(f"{dtype.value} is no dtype of a KV cache")
     if dtype is not DType.Q8_0:
         return dim * dtype.itemsize
     blocks, rest = divmod(dim, Q8_BLOCK_VALUES)

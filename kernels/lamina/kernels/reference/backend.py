@@ -17,6 +17,7 @@ from lamina.kernels.buffer import BLOCK_TOKENS, Buffer, DType, Extent, HostTenso
 from lamina.kernels.ledger import LedgerBackend, stacked_rows
 from lamina.kernels.ops import Args, OpSpec
 from lamina.kernels.quant.dequantize import dequantize_into
+from lamina.kernels.quant.kv_bytes import KV_DTYPES
 from lamina.kernels.reference import attention, kv_codec
 from lamina.kernels.reference.runners import RUNNERS, Operands
 from lamina.kernels.reference.storage import Matrix, rows_of, storage_of
@@ -29,7 +30,7 @@ class ReferenceBackend(LedgerBackend):
     """See the module docstring. `max_memory_bytes` caps what it allocates (None: what the machine has)."""
 
     name = "reference"
-    capabilities = Capabilities(kv_dtypes=kv_codec.KV_DTYPES, kernel="numpy float32")
+    capabilities = Capabilities(kv_dtypes=KV_DTYPES, kernel="numpy float32")
 
     def __init__(self, *, max_memory_bytes: int | None = None) -> None:
         super().__init__()
@@ -109,8 +110,6 @@ class ReferenceBackend(LedgerBackend):
 
 
 def _kv_rows(dtype: DType, key_dim: int, value_dim: int) -> list[tuple[int, type[np.generic]]]:
-    if dtype not in kv_codec.KV_DTYPES:
-        raise Unsupported(f"reference has no KV cache of {dtype.value}")
     try:
         return [kv_codec.row_shape(dtype, dim) for dim in (key_dim, value_dim)]
     except ValueError as error:

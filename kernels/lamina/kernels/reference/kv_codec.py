@@ -16,13 +16,12 @@ _ELEMENT: dict[DType, type[np.generic]] = {
     DType.BF16: np.uint16,
     DType.Q8_0: np.uint8,
 }
-KV_DTYPES = frozenset(_ELEMENT)
 
 
 def row_shape(dtype: DType, dim: int) -> tuple[int, type[np.generic]]:
-    """Elements per row of `dim` values, and their numpy type. Raises ValueError if Q8_0 blocks do not divide `dim`."""
-    element = _ELEMENT[dtype]
-    return kv_row_bytes(dtype, dim) // np.dtype(element).itemsize, element
+    """Elements per row of `dim` values, and their numpy type. Raises ValueError like `kv_row_bytes`."""
+    num_bytes, element = kv_row_bytes(dtype, dim), _ELEMENT[dtype]
+    return num_bytes // np.dtype(element).itemsize, element
 
 
 def encode(values: NDArray[np.float32], dtype: DType) -> NDArray[np.generic]:
