@@ -1,0 +1,24 @@
+// The ops compiled for one instruction set: AVX-512.
+#define LAMINA_NS isa_avx512
+#include "simd_avx512.h"
+
+#include "half.h"
+#include "kv_layout.h"
+#include "worker.h"
+
+namespace lamina::LAMINA_NS {
+
+constexpr int kPages = 4;  // 32 registers of one V
+constexpr int kStrip = 4;
+
+#include "elementary.inc"
+#include "ops.inc"
+#include "kv_write.inc"
+#include "attention_kernels.inc"
+#include "attention.inc"
+#include "probe.inc"
+
+extern const OpTable kTable;
+const OpTable kTable{probe, rms_norm, rope, kv_write, attention, add, softcap, argmax};
+
+}  // namespace lamina::LAMINA_NS

@@ -1,0 +1,24 @@
+// The ops compiled for one instruction set: ARMv8.2.
+#define LAMINA_NS isa_neon
+#include "simd_neon.h"
+
+#include "half.h"
+#include "kv_layout.h"
+#include "worker.h"
+
+namespace lamina::LAMINA_NS {
+
+constexpr int kPages = 1;  // 32 registers of a quarter of a V
+constexpr int kStrip = 1;
+
+#include "elementary.inc"
+#include "ops.inc"
+#include "kv_write.inc"
+#include "attention_kernels.inc"
+#include "attention.inc"
+#include "probe.inc"
+
+extern const OpTable kTable;
+const OpTable kTable{probe, rms_norm, rope, kv_write, attention, add, softcap, argmax};
+
+}  // namespace lamina::LAMINA_NS

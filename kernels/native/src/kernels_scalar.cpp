@@ -1,0 +1,24 @@
+// The ops compiled for one instruction set: Any machine.
+#define LAMINA_NS isa_scalar
+#include "simd_scalar.h"
+
+#include "half.h"
+#include "kv_layout.h"
+#include "worker.h"
+
+namespace lamina::LAMINA_NS {
+
+constexpr int kPages = 1;
+constexpr int kStrip = 1;
+
+#include "elementary.inc"
+#include "ops.inc"
+#include "kv_write.inc"
+#include "attention_kernels.inc"
+#include "attention.inc"
+#include "probe.inc"
+
+extern const OpTable kTable;
+const OpTable kTable{probe, rms_norm, rope, kv_write, attention, add, softcap, argmax};
+
+}  // namespace lamina::LAMINA_NS

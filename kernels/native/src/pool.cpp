@@ -1,0 +1,132 @@
+#include "pool.h"
+
+#include <system_error>
+
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace lamina {
+namespace {
+
+constexpr uint32_t kStop = 0;  // a region of no threads tells the team to end
+constexpr int kBusyPolls = 200;      // without a pause: answers within a few ns when peers are close
+constexpr int kPausedPolls = 1000;   // some 20-70 us, depending on what a pause costs here
+constexpr int kYieldedPolls = 400;   // some 200 us more on a quiet machine; gives the core away on a busy one
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ __volatile__("isb");
+#endif
+}
+
+void pin_to_core(int index) {
+#if defined(__linux__)
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
+  const int num_cores = CPU_COUNT(&allowed);
+  int wanted = index % (num_cores > 0 ? num_cores : 1);
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (!CPU_ISSET(core, &allowed) || wanted-- > 0) continue;
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(core, &one);
+    pthread_setaffinity_np(pthread_self(), sizeof(one), &one);
+    return;
+  }
+#else
+  (void)index;
+#endif
+}
+
+}  // namespace
+
+Wait wait_for_change(const std::atomic<uint32_t>& word, uint32_t old, std::atomic<uint32_t>& parked) {
+  for (int poll = 0; poll < kBusyPolls; ++poll) {
+    if (word.load(std::memory_order_acquire) != old) return Wait::kSpun;
+  }
+  for (int poll = 0; poll < kPausedPolls; ++poll) {
+    if (word.load(std::memory_order_acquire) != old) return Wait::kSpun;
+    pause_briefly();
+  }
+  for (int poll = 0; poll < kYieldedPolls; ++poll) {
+    if (word.load(std::memory_order_acquire) != old) return Wait::kYielded;
+    std::this_thread::yield();
+  }
+  // The changer stores the word and then reads `parked`; both sequentially consistent, so one of the two sees the other.
+  parked.fetch_add(1);
+  while (word.load() == old) word.wait(old);
+  parked.fetch_sub(1);
+  return Wait::kParked;
+}
+
+Wait Barrier::wait() {
+  // Both are read before arriving: afterwards the others may already be in the next region.
+  const uint32_t phase = phase_.load(std::memory_order_relaxed);
+  const uint32_t num_threads = num_threads_.load(std::memory_order_relaxed);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads) {
+    arrived_.store(0, std::memory_order_relaxed);
+    phase_.store(phase + 1);
+    if (parked_.load() != 0) phase_.notify_all();
+    return Wait::kSpun;
+  }
+  return wait_for_change(phase_, phase, parked_);
+}
+
+Pool::Pool(int num_threads, bool pin) : pin_(pin) {
+  threads_.reserve(num_threads > 1 ? num_threads - 1 : 0);
+  for (int thread = 1; thread < num_threads; ++thread) {
+    try {
+      threads_.emplace_back([this, thread] { work(thread); });
+    } catch (const std::system_error&) {
+      return;  // the caller asks num_threads() for what it got
+    }
+  }
+}
+
+Pool::~Pool() {
+  region_.store(kStop);
+  region_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void Pool::pin_caller() {
+  if (pin_) pin_to_core(0);
+}
+
+void Pool::run(int num_threads, Task task, void* argument) {
+  if (num_threads <= 1) {
+    task(argument, 0, 1);
+    return;
+  }
+  task_ = task;
+  argument_ = argument;
+  barrier_.reset(num_threads);
+  const uint32_t count = (region_.load(std::memory_order_relaxed) >> 8) + 1;
+  region_.store(((count == 0x1000000 ? 1 : count) << 8) | static_cast<uint32_t>(num_threads));
+  if (parked_.load() != 0) region_.notify_all();
+  task(argument, 0, num_threads);
+  barrier_.wait();
+}
+
+void Pool::work(int thread) {
+  if (pin_) pin_to_core(thread);
+  uint32_t seen = kStop;
+  for (;;) {
+    wait_for_change(region_, seen, parked_);
+    seen = region_.load(std::memory_order_acquire);
+    if (seen == kStop) return;
+    const int num_threads = static_cast<int>(seen & 0xff);
+    if (thread >= num_threads) continue;
+    task_(argument_, thread, num_threads);
+    barrier_.wait();
+  }
+}
+
+}  // namespace lamina
