@@ -1,0 +1,1 @@
+"""The office: talks to users, decides, owns no tensors."""

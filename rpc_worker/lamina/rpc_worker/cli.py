@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 
 from lamina.rpc_worker.daemon import run_worker
-from lamina.rpc_worker.settings import WorkerSettings, parse_devices, parse_size
+from lamina.rpc_worker.settings import WorkerSettings, parse_devices
 from lamina.spec.errors import InvalidConfig, LaminaError
+from lamina.spec.sizes import parse_size
 from lamina.wire.channel import parse_address
 from lamina.wire.version import own_version
 

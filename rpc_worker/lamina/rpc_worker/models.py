@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lamina.spec.digest import model_digest
 from lamina.spec.errors import InvalidCheckpoint
-from lamina.spec.families import check_tensors, model_spec
+from lamina.spec.families import model_spec
 from lamina.spec.gguf import GgufFile, read_gguf
 from lamina.spec.model import ModelSpec
 
@@ -40,6 +40,4 @@ def open_model(path: Path, expected_digest: str) -> OpenedModel:
         raise InvalidCheckpoint(
             f"{path} is not the coordinator's model: its digest is {digest[:12]}, {expected_digest[:12]} is wanted"
         )
-    spec = model_spec(file, digest)
-    check_tensors(spec, file.tensors)
-    return OpenedModel(file, spec)
+    return OpenedModel(file, model_spec(file, digest))

@@ -7,8 +7,6 @@ from pathlib import Path
 from lamina.spec.errors import InvalidConfig
 from lamina.wire.channel import Address
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
@@ -34,14 +32,6 @@ class WorkerSettings:
             )
         if self.num_threads is not None and not 1 <= self.num_threads <= 1024:
             raise InvalidConfig(f"--threads must be between 1 and 1024, got {self.num_threads}")
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size like 512M, 8G, 1.5GiB or 1000000. Raises InvalidConfig."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
-    if not match or float(match[1]) == 0:
-        raise InvalidConfig(f"size {text!r} is not of the form 512M, 8G or 1.5GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def parse_devices(texts: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,0 +1,1 @@
+"""Workers as the coordinator sees them: dialling, loading a placement, the streams that carry steps."""

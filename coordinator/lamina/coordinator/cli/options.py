@@ -1,0 +1,90 @@
+"""Options that several commands share, each with its LAMINA_* twin, and their checks."""
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lamina.coordinator.planner.split_file import parse_split
+from lamina.coordinator.session import SplitChoice
+from lamina.spec.errors import InvalidConfig
+from lamina.spec.placement import KV_DTYPES, WIRE_DTYPES, StageSettings
+from lamina.spec.sizes import parse_size
+from lamina.wire.channel import Address, parse_address
+
+Model = Annotated[Path, typer.Argument(help="Path of a GGUF file.", show_default=False)]
+Workers = Annotated[str, typer.Option(help="Workers in pipeline order: host:port,host:port,…", envvar="LAMINA_WORKERS")]
+Split = Annotated[
+    str,
+    typer.Option(help="Layers of each worker, like 0-11,12-29; by free memory if not given.", envvar="LAMINA_SPLIT"),
+]
+SplitFile = Annotated[
+    Path | None, typer.Option(help="YAML file of workers and their layers.", envvar="LAMINA_SPLIT_FILE")
+]
+Context = Annotated[
+    str, typer.Option(help="Most tokens of one sequence, like 8K; the model's own at most.", envvar="LAMINA_CONTEXT")
+]
+Parallel = Annotated[
+    int, typer.Option(help="Sequences that run at the same time.", envvar="LAMINA_PARALLEL", min=1, max=4096)
+]
+KvDtype = Annotated[str, typer.Option(help=f"KV cache type: {', '.join(KV_DTYPES)}.", envvar="LAMINA_KV_DTYPE")]
+WireDtype = Annotated[
+    str,
+    typer.Option(help=f"Type of activations between stages: {', '.join(WIRE_DTYPES)}.", envvar="LAMINA_WIRE_DTYPE"),
+]
+MaxRows = Annotated[
+    int, typer.Option(help="Tokens in one step (the prefill budget).", envvar="LAMINA_MAX_ROWS", min=1, max=65536)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+DEFAULT_CONTEXT = 4096
+
+
+def parse_count(text: str, option: str) -> int:
+    """A number of tokens like 4096, 8K or 128k. Raises InvalidConfig."""
+    match = re.fullmatch(r"(\d{1,9})([kKmM]?)", text.strip())
+    if not match or int(match[1]) == 0:
+        raise InvalidConfig(f"{option} {text!r} is not a number of tokens like 4096 or 8K")
+    return int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
+
+
+def parse_workers(text: str) -> tuple[Address, ...]:
+    """Addresses of a comma-separated list. Raises InvalidConfig."""
+    addresses = tuple(parse_address(part) for part in text.split(",")) if text.strip() else ()
+    if len(set(addresses)) != len(addresses):
+        raise InvalidConfig(f"--workers {text!r} names a worker twice")
+    return addresses
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Bytes of a comma-separated list of sizes. Raises InvalidConfig."""
+    return tuple(parse_size(part) for part in text.split(","))
+
+
+def split_choice(split: str, split_file: Path | None) -> SplitChoice:
+    """The split that the options ask for. Raises InvalidSplit or InvalidConfig."""
+    return SplitChoice(parse_split(split) if split else None, split_file)
+
+
+def stage_settings(
+    model_context: int, context: str, parallel: int, kv_dtype: str, wire_dtype: str, max_rows: int
+) -> StageSettings:
+    """Settings of every stage. Raises InvalidConfig, for a context beyond the model's as well."""
+    wanted = parse_count(context, "--context") if context else min(DEFAULT_CONTEXT, model_context)
+    if wanted > model_context:
+        raise InvalidConfig(f"--context {wanted} is more than the {model_context} tokens that this model was made for")
+    return StageSettings(
+        max_rows=max_rows,
+        max_seqs=parallel,
+        max_logit_rows=parallel,
+        max_context=wanted,
+        kv_dtype=kv_dtype,
+        wire_dtype=wire_dtype,
+    )
+
+
+def is_interactive() -> bool:
+    """Whether progress bars make sense on standard error."""
+    return os.isatty(2) and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,87 @@
+"""What a person sees while a model comes up: the split as a table, a bar per stage, plain lines without a terminal."""
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from lamina.coordinator.cluster.client import LoadProgress, StageLoaded
+from lamina.coordinator.planner.memory import StagePlan
+
+_MIB = 2**20
+
+
+def split_table(stages: Sequence[StagePlan]) -> Table:
+    """The stages and their bytes, with a sum."""
+    table = Table("stage", "device", "layers", "weights", "KV cache", "arena", "total", "free", title="split")
+    for column in table.columns[3:]:
+        column.justify = "right"
+    totals = [0, 0, 0]
+    for index, stage in enumerate(stages):
+        memory = stage.memory
+        parts = [memory.weight_bytes, memory.kv_bytes, memory.arena_bytes]
+        totals = [total + part for total, part in zip(totals, parts, strict=True)]
+        cells = [f"{part / _MIB:.1f} MiB" for part in [*parts, sum(parts)]]
+        free = f"{stage.device.free_bytes / _MIB:.1f} MiB" if stage.device.total_bytes else "-"  # 0: nobody was asked
+        table.add_row(str(index), f"{stage.device.id} {stage.device.kind}", str(stage.layers), *cells, free)
+    table.add_section()
+    table.add_row("", "sum", "", *(f"{part / _MIB:.1f} MiB" for part in [*totals, sum(totals)]), "")
+    return table
+
+
+def split_json(stages: Sequence[StagePlan]) -> list[dict[str, object]]:
+    """The same for programs; sizes in bytes, layers half-open."""
+    return [
+        {
+            "stage": index,
+            "device": str(stage.device.id),
+            "kind": stage.device.kind,
+            "first_layer": stage.layers.start,
+            "num_layers": len(stage.layers),
+            "weight_bytes": stage.memory.weight_bytes,
+            "kv_bytes": stage.memory.kv_bytes,
+            "arena_bytes": stage.memory.arena_bytes,
+            "total_bytes": stage.memory.total_bytes,
+            "free_bytes": stage.device.free_bytes,
+        }
+        for index, stage in enumerate(stages)
+    ]
+
+
+class LoadBars:
+    """A bar per stage on a terminal, one line per loaded stage elsewhere. A context manager."""
+
+    def __init__(self, console: Console, *, quiet: bool, interactive: bool) -> None:
+        self._console = console
+        self._quiet = quiet
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), console=console
+        )
+        self._interactive = interactive and not quiet
+        self._tasks: dict[int, TaskID] = {}
+
+    def __enter__(self) -> Callable[[LoadProgress | StageLoaded], None]:
+        if self._interactive:
+            self._progress.start()
+        return self._report
+
+    def __exit__(self, *_: object) -> None:
+        if self._interactive:
+            self._progress.stop()
+
+    def _report(self, event: LoadProgress | StageLoaded) -> None:
+        stage = event.stage
+        if not self._interactive:
+            if isinstance(event, StageLoaded) and not self._quiet:
+                self._console.print(f"loaded {stage}: {event.weight_bytes / _MIB:.1f} MiB of weights", highlight=False)
+            return
+        if stage.index not in self._tasks:
+            self._tasks[stage.index] = self._progress.add_task(str(stage), total=None)
+        task = self._tasks[stage.index]
+        match event:
+            case LoadProgress(_, done, total):
+                self._progress.update(task, completed=done, total=total or None)
+            case StageLoaded():
+                total = self._progress.tasks[task].total or 1
+                self._progress.update(task, completed=total, total=total)

@@ -1,0 +1,117 @@
+"""A loaded placement, ready for steps: one Steps stream per stage, commands out, answers in.
+
+Owned by the coordinator's loop. It routes; it decides nothing.
+"""
+
+import asyncio
+from collections.abc import Mapping
+
+import grpc
+
+from lamina.coordinator.cluster.client import StepsCall, WorkerClient
+from lamina.spec.errors import LaminaError, WorkerLost
+from lamina.spec.ids import WorkerName
+from lamina.spec.placement import Placement, StageSettings
+from lamina.spec.step import AddSequence, RemoveSequence, SampleToken, StepDone, StepPlan
+from lamina.v1 import step_pb2 as pb
+from lamina.wire.convert import command_to_message, done_from_message
+from lamina.wire.status import error_from_name, error_from_rpc
+
+
+class Pipeline:
+    """Commands are queued without blocking and written in order; `next_done` yields answers in step order."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        settings: StageSettings,
+        num_blocks: tuple[int, ...],
+        workers: Mapping[WorkerName, WorkerClient],
+        calls: list[StepsCall],
+    ) -> None:
+        self.placement = placement
+        self.settings = settings
+        self.num_blocks = num_blocks
+        self._workers = [workers[stage.device.worker] for stage in placement.stages]
+        self._calls = calls
+        self._outgoing: list[asyncio.Queue[pb.StepsRequest]] = [asyncio.Queue() for _ in calls]
+        self._answers: asyncio.Queue[StepDone | LaminaError] = asyncio.Queue()
+        self._closed = False
+        self._tasks = [asyncio.create_task(self._write(i)) for i in range(len(calls))]
+        self._tasks += [asyncio.create_task(self._read(i)) for i in range(len(calls))]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the placement."""
+        return len(self._calls)
+
+    def issue(self, plan: StepPlan) -> None:
+        """Send a plan to every stage."""
+        message = command_to_message(plan)
+        for queue in self._outgoing:
+            queue.put_nowait(message)
+
+    def add_sequence(self, add: AddSequence) -> None:
+        """Make a sequence known to the last stage, before its first step."""
+        self._outgoing[-1].put_nowait(command_to_message(add))
+
+    def remove_sequence(self, remove: RemoveSequence) -> None:
+        """Have every stage forget a sequence; all steps that name it are done."""
+        message = command_to_message(remove)
+        for queue in self._outgoing:
+            queue.put_nowait(message)
+
+    async def next_done(self) -> StepDone:
+        """The next answer. Raises what ended the epoch: WorkerLost with the worker's name, or what a stage reported."""
+        answer = await self._answers.get()
+        if isinstance(answer, LaminaError):
+            raise answer
+        if answer.needs_relay:
+            self._relay(answer)
+        return answer
+
+    async def close(self, *, unload: bool) -> None:
+        """End the streams; with `unload`, free the stages too (a worker that is gone does not hinder the others)."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        for call in self._calls:
+            call.cancel()
+        if unload:
+            ends = [worker.unload(self.placement.id) for worker in {id(w): w for w in self._workers}.values()]
+            await asyncio.gather(*ends, return_exceptions=True)
+
+    def _relay(self, done: StepDone) -> None:
+        """The edge from the last stage to stage 0 is down: tokens go through here."""
+        for sampled in done.tokens:
+            token = SampleToken(done.epoch, sampled.seq, sampled.pos, sampled.token)
+            self._outgoing[0].put_nowait(command_to_message(token))
+
+    async def _write(self, index: int) -> None:
+        call, queue = self._calls[index], self._outgoing[index]
+        try:
+            while True:
+                await call.write(await queue.get())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader sees the same end, with its reason
+
+    async def _read(self, index: int) -> None:
+        call = self._calls[index]
+        try:
+            while isinstance(response := await call.read(), pb.StepsResponse):
+                if response.HasField("done"):
+                    self._answers.put_nowait(done_from_message(response.done))
+                elif response.HasField("failure"):
+                    self._answers.put_nowait(error_from_name(response.failure.error, response.failure.message))
+            self._lose(index, WorkerLost(f"{self._describe(index)}: ended the step stream"))
+        except grpc.aio.AioRpcError as error:
+            self._lose(index, error_from_rpc(error, self._describe(index)))
+        except LaminaError as error:
+            self._lose(index, error)
+
+    def _lose(self, index: int, error: LaminaError) -> None:
+        if not self._closed:
+            self._answers.put_nowait(error)
+
+    def _describe(self, index: int) -> str:
+        return f"{self._workers[index].who} (layers {self.placement.stages[index].layers})"

@@ -1,0 +1,79 @@
+"""What a split costs in bytes on the devices that are to carry it. Pure arithmetic over `lamina.spec.memory`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lamina.spec.checkpoint import TensorIndex
+from lamina.spec.device import DeviceProfile
+from lamina.spec.errors import CapacityExceeded
+from lamina.spec.memory import StageMemory, arena_bytes, kv_block_bytes, stage_weight_bytes_on
+from lamina.spec.model import LayerRange, ModelSpec
+from lamina.spec.placement import StageSettings
+
+# Left free on each device beyond what is counted: allocator slack, and what other programs take meanwhile.
+RESERVE_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """The model and what is to be held for it: enough cache for `num_tokens` over all sequences."""
+
+    spec: ModelSpec
+    tensors: TensorIndex
+    settings: StageSettings
+    num_tokens: int
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks per cache group; at least one sequence of full context."""
+        wanted = -(-self.num_tokens // self.settings.block_tokens)
+        return max(wanted, self.settings.max_blocks_per_seq)
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage of a planned split and its bytes."""
+
+    device: DeviceProfile
+    layers: LayerRange
+    memory: StageMemory
+
+    @property
+    def room_bytes(self) -> int:
+        """What the device can give."""
+        return int(self.device.free_bytes * (1 - RESERVE_SHARE))
+
+
+def stage_memory(demand: Demand, device: DeviceProfile, layers: LayerRange) -> StageMemory:
+    """Weights as they lie on this device, cache and arena of these layers."""
+    spec, settings = demand.spec, demand.settings
+    per_block = sum(kv_block_bytes(spec, layers, group.index, settings) for group in spec.cache_groups)
+    return StageMemory(
+        weight_bytes=stage_weight_bytes_on(spec, layers, demand.tensors, device.weight_bits),
+        kv_bytes=per_block * demand.num_blocks,
+        arena_bytes=arena_bytes(spec, layers, settings),
+    )
+
+
+def plan_stages(
+    demand: Demand, devices: Sequence[DeviceProfile], ranges: Sequence[LayerRange]
+) -> tuple[StagePlan, ...]:
+    """The stages with their bytes, whether they fit or not."""
+    return tuple(
+        StagePlan(device, layers, stage_memory(demand, device, layers))
+        for device, layers in zip(devices, ranges, strict=True)
+    )
+
+
+def check_fits(stages: Sequence[StagePlan]) -> None:
+    """Raise CapacityExceeded, with the numbers of every stage that does not fit, unless all do."""
+    mib = 2**20
+    problems = [
+        f"layers {stage.layers} on {stage.device.id} need {stage.memory.total_bytes / mib:.1f} MiB"
+        f" (weights {stage.memory.weight_bytes / mib:.1f}, cache {stage.memory.kv_bytes / mib:.1f}, arena"
+        f" {stage.memory.arena_bytes / mib:.1f}), {stage.room_bytes / mib:.1f} MiB are free there"
+        for stage in stages
+        if stage.memory.total_bytes > stage.room_bytes
+    ]
+    if problems:
+        raise CapacityExceeded(f"the split does not fit: {'; '.join(problems)}")

@@ -1,0 +1,152 @@
+"""A model brought up over workers: dial, plan the split, load, start the engine. The composition root of the CLI."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lamina.coordinator.cluster.client import LoadProgress, StageLoaded, WorkerClient
+from lamina.coordinator.cluster.deploy import deploy
+from lamina.coordinator.engine.engine import Engine
+from lamina.coordinator.engine.scheduler import Scheduler, SchedulerConfig
+from lamina.coordinator.model_file import ModelFile
+from lamina.coordinator.planner.memory import Demand, StagePlan, check_fits, plan_stages
+from lamina.coordinator.planner.partition import partition_by_memory
+from lamina.coordinator.planner.split_file import read_split_file
+from lamina.spec.device import DeviceProfile
+from lamina.spec.errors import InvalidConfig, InvalidSplit
+from lamina.spec.ids import Epoch, PlacementId, WorkerName
+from lamina.spec.model import LayerRange
+from lamina.spec.placement import Placement, StageSettings, StageSpec, check_tiling
+from lamina.wire.channel import Address
+
+
+@dataclass(frozen=True, slots=True)
+class SplitChoice:
+    """How the layers are to be split: by free memory, by `ranges` in worker order, or by a file."""
+
+    ranges: tuple[LayerRange, ...] | None = None
+    file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranges is not None and self.file is not None:
+            raise InvalidConfig("--split and --split-file exclude each other")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """What a session is asked for."""
+
+    workers: tuple[Address, ...]
+    split: SplitChoice
+    stage: StageSettings
+    num_tokens: int  # cache capacity over all sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A running placement."""
+
+    model: ModelFile
+    stages: tuple[StagePlan, ...]
+    engine: Engine
+
+
+Dialled = list[tuple[WorkerClient, DeviceProfile]]
+Report = Callable[[LoadProgress | StageLoaded], None]
+
+
+async def dial_all(addresses: Sequence[Address]) -> list[WorkerClient]:
+    """Connected workers in order; on the first failure all are dropped again. Raises InvalidConfig for equal names."""
+    results = await asyncio.gather(*(WorkerClient.dial(a) for a in addresses), return_exceptions=True)
+    workers = [result for result in results if isinstance(result, WorkerClient)]
+    failures = [result for result in results if isinstance(result, BaseException)]
+    names = [worker.profile.name for worker in workers]
+    if not failures and len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        failures.append(InvalidConfig(f"two workers are called {twice!r}: give each its own --name"))
+    if failures:
+        await asyncio.gather(*(worker.close() for worker in workers))
+        raise failures[0]
+    return workers
+
+
+def choose_split(model: ModelFile, settings: SessionSettings, workers: Sequence[WorkerClient]) -> tuple[StagePlan, ...]:
+    """The stages in order. Raises InvalidSplit or CapacityExceeded with numbers; nothing is adjusted silently."""
+    demand = Demand(model.spec, model.tensors, settings.stage, settings.num_tokens)
+    devices = [device for worker in workers for device in worker.profile.devices]
+    ranges = settings.split.ranges
+    if settings.split.file is not None:
+        entries = read_split_file(settings.split.file)
+        by_address = {worker.address: worker for worker in workers}
+        devices = []
+        for entry in entries:
+            profiles = by_address[entry.address].profile.devices
+            if entry.device >= len(profiles):
+                where = f"{settings.split.file}:{entry.line}"
+                raise InvalidConfig(
+                    f"{where}: worker {entry.address} has {len(profiles)} device(s), not {entry.device}"
+                )
+            devices.append(profiles[entry.device])
+        ranges = tuple(entry.layers for entry in entries)
+    if ranges is None:
+        ranges = partition_by_memory(demand, devices)
+    elif len(ranges) > len(devices):
+        raise InvalidSplit(f"--split names {len(ranges)} ranges, the workers have {len(devices)} devices")
+    check_tiling(model.spec.num_layers, ranges)
+    stages = plan_stages(demand, devices[: len(ranges)], ranges)
+    check_fits(stages)
+    return stages
+
+
+def addresses_of(settings: SessionSettings) -> tuple[Address, ...]:
+    """The workers to dial: those given, or those of the split file."""
+    if settings.split.file is None:
+        return settings.workers
+    named = tuple(dict.fromkeys(entry.address for entry in read_split_file(settings.split.file)))
+    if settings.workers and set(settings.workers) != set(named):
+        raise InvalidConfig(f"--workers and {settings.split.file} name different workers; leave --workers out")
+    return named
+
+
+@asynccontextmanager
+async def open_session(
+    model: ModelFile,
+    settings: SessionSettings,
+    on_planned: Callable[[tuple[StagePlan, ...]], None],
+    report: Report,
+) -> AsyncIterator[Session]:
+    """Bring the model up; on leaving, however that happens, its stages are unloaded and connections closed."""
+    clients = await dial_all(addresses_of(settings))
+    try:
+        stages = choose_split(model, settings, clients)
+        on_planned(stages)
+        placement = Placement(
+            PlacementId(uuid.uuid4().hex[:12]),
+            Epoch(1),
+            model.spec.num_layers,
+            tuple(StageSpec(i, stage.device.id, stage.layers) for i, stage in enumerate(stages)),
+        )
+        by_name: dict[WorkerName, WorkerClient] = {client.profile.name: client for client in clients}
+        demand = Demand(model.spec, model.tensors, settings.stage, settings.num_tokens)
+        pipeline = await deploy(
+            placement, model.spec, str(model.path), settings.stage, by_name, report, demand.num_blocks
+        )
+        config = SchedulerConfig(
+            num_stages=pipeline.num_stages,
+            max_rows=settings.stage.max_rows,
+            max_seqs=settings.stage.max_seqs,
+            max_logit_rows=settings.stage.max_logit_rows,
+            max_context=settings.stage.max_context,
+            num_blocks=pipeline.num_blocks,
+        )
+        engine = Engine(Scheduler(config), pipeline)
+        engine.start()
+        try:
+            yield Session(model, stages, engine)
+        finally:
+            await asyncio.shield(engine.close(unload=True))
+    finally:
+        await asyncio.gather(*(client.close() for client in clients))
