@@ -15,12 +15,12 @@ from lamina.coordinator.model_file import ModelFile
 from lamina.coordinator.planner.memory import Demand, StagePlan, check_fits, plan_stages
 from lamina.coordinator.planner.partition import partition_by_memory
 from lamina.coordinator.planner.split_file import read_split_file
+from lamina.spec.address import Address
 from lamina.spec.device import DeviceProfile
 from lamina.spec.errors import InvalidConfig, InvalidSplit
 from lamina.spec.ids import Epoch, PlacementId, WorkerName
 from lamina.spec.model import LayerRange
 from lamina.spec.placement import Placement, StageSettings, StageSpec, check_tiling
-from lamina.wire.channel import Address
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ import typer
 
 from lamina.rpc_worker.daemon import run_worker
 from lamina.rpc_worker.settings import WorkerSettings, parse_devices
+from lamina.spec.address import parse_address
 from lamina.spec.errors import InvalidConfig, LaminaError
 from lamina.spec.sizes import parse_size
-from lamina.wire.channel import parse_address
 from lamina.wire.version import own_version
 
 EXIT_USER_ERROR = 2

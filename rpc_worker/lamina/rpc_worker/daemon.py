@@ -14,10 +14,11 @@ from lamina.rpc_worker.device_thread import DeviceThread
 from lamina.rpc_worker.service import WorkerService
 from lamina.rpc_worker.settings import WorkerSettings
 from lamina.rpc_worker.stage_registry import StageRegistry
+from lamina.spec.address import Address
 from lamina.spec.errors import InvalidConfig
 from lamina.spec.ids import DeviceId, WorkerName
 from lamina.v1 import worker_pb2_grpc
-from lamina.wire.channel import Address, server_options
+from lamina.wire.channel import server_options
 from lamina.wire.version import own_version
 
 _log = logging.getLogger(__name__)

@@ -11,10 +11,11 @@ from typing import Protocol
 
 import grpc
 
+from lamina.spec.address import Address
 from lamina.spec.errors import LaminaError, WorkerLost
 from lamina.v1 import step_pb2 as pb
 from lamina.v1 import worker_pb2_grpc
-from lamina.wire.channel import Address, connect
+from lamina.wire.channel import connect
 from lamina.wire.status import error_from_rpc
 
 OPEN_DEADLINE_S = 10.0

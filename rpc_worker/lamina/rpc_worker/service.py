@@ -13,13 +13,13 @@ from lamina.rpc_worker.device_thread import DeviceThread
 from lamina.rpc_worker.settings import WorkerSettings
 from lamina.rpc_worker.stage_registry import LoadRequest, StageRegistry
 from lamina.rpc_worker.stage_runtime import StageKey, StageRuntime
+from lamina.spec.address import parse_address
 from lamina.spec.errors import InvalidPlan, InvalidRequest, InvalidSplit, LaminaError
 from lamina.spec.ids import DeviceId, Epoch, PlacementId, WorkerName
 from lamina.spec.model import LayerRange
 from lamina.v1 import step_pb2 as pb
 from lamina.v1 import worker_pb2 as wpb
 from lamina.v1 import worker_pb2_grpc
-from lamina.wire.channel import parse_address
 from lamina.wire.convert import command_from_message
 from lamina.wire.profiles import (
     device_to_message,

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lamina.spec.address import Address
 from lamina.spec.errors import InvalidConfig
-from lamina.wire.channel import Address
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from lamina.rpc_worker.models import find_model, open_model
 from lamina.rpc_worker.settings import WorkerSettings
 from lamina.rpc_worker.stage import Stage
 from lamina.rpc_worker.stage_runtime import StageKey, StageRuntime
+from lamina.spec.address import Address
 from lamina.spec.errors import InvalidRequest, StaleEpoch, Unavailable
 from lamina.spec.ids import PlacementId
 from lamina.spec.model import LayerRange
 from lamina.spec.placement import StageSettings
 from lamina.v1 import step_pb2 as pb
-from lamina.wire.channel import Address
 
 _log = logging.getLogger(__name__)
 

@@ -50,9 +50,7 @@ def run(
     top_p: Annotated[float, typer.Option(help="1 = off.", envvar="LAMINA_TOP_P")] = 1.0,
     seed: Annotated[int, typer.Option(help="Same seed, same answer.", envvar="LAMINA_SEED")] = 0,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", envvar="LAMINA_MAX_TOKENS", min=1)] = 512,
-    chat: Annotated[
-        bool, typer.Option("--chat/--raw", help="Through the model's chat template, or as it stands.")
-    ] = True,
+    chat: Annotated[bool, typer.Option("--chat/--raw", help="Through the chat template, or as it stands.")] = True,
     context: options.Context = "",
     kv_dtype: options.KvDtype = "f16",
     wire_dtype: options.WireDtype = "f32",

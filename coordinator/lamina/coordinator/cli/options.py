@@ -9,16 +9,16 @@ import typer
 
 from lamina.coordinator.planner.split_file import parse_split
 from lamina.coordinator.session import SplitChoice
+from lamina.spec.address import Address, parse_address
 from lamina.spec.errors import InvalidConfig
 from lamina.spec.placement import KV_DTYPES, WIRE_DTYPES, StageSettings
 from lamina.spec.sizes import parse_size
-from lamina.wire.channel import Address, parse_address
 
 Model = Annotated[Path, typer.Argument(help="Path of a GGUF file.", show_default=False)]
 Workers = Annotated[str, typer.Option(help="Workers in pipeline order: host:port,host:port,…", envvar="LAMINA_WORKERS")]
 Split = Annotated[
     str,
-    typer.Option(help="Layers of each worker, like 0-11,12-29; by free memory if not given.", envvar="LAMINA_SPLIT"),
+    typer.Option(help="Layers of each worker, like 0-11,12-29; else by free memory.", envvar="LAMINA_SPLIT"),
 ]
 SplitFile = Annotated[
     Path | None, typer.Option(help="YAML file of workers and their layers.", envvar="LAMINA_SPLIT_FILE")

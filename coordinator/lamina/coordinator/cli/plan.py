@@ -19,7 +19,7 @@ _UNLIMITED_BYTES = 2**62
 
 
 def assumed_devices(memory_bytes: tuple[int, ...] | None, num_devices: int) -> list[DeviceProfile]:
-    """Devices that nobody asked, of these sizes, or `num_devices` without limit; weights count as stored in the file."""
+    """Devices that nobody asked, of these sizes or without limit; weights count as stored in the file."""
     return [
         DeviceProfile(
             id=DeviceId(WorkerName(f"worker{i}"), 0),

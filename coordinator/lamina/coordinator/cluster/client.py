@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import grpc
 
+from lamina.spec.address import Address, parse_address
 from lamina.spec.device import WorkerProfile
 from lamina.spec.errors import VersionMismatch
 from lamina.spec.model import ModelSpec
@@ -14,7 +15,7 @@ from lamina.spec.placement import Placement, StageSettings, StageSpec
 from lamina.v1 import step_pb2 as pb
 from lamina.v1 import worker_pb2 as wpb
 from lamina.v1 import worker_pb2_grpc
-from lamina.wire.channel import CONNECT_DEADLINE_S, Address, connect, parse_address
+from lamina.wire.channel import CONNECT_DEADLINE_S, connect
 from lamina.wire.profiles import settings_to_message, version_to_message, worker_from_message
 from lamina.wire.status import error_from_rpc
 from lamina.wire.version import check_peer, own_version

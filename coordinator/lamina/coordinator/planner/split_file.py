@@ -13,9 +13,9 @@ from pathlib import Path
 
 import yaml
 
+from lamina.spec.address import Address, parse_address
 from lamina.spec.errors import InvalidConfig, InvalidSplit, LaminaError
 from lamina.spec.model import LayerRange
-from lamina.wire.channel import Address, parse_address
 
 _MAX_FILE_BYTES = 2**20
 

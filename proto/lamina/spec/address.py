@@ -1,0 +1,39 @@
+"""Where a process listens, as people write it."""
+
+import ipaddress
+import re
+from dataclasses import dataclass
+
+from lamina.spec.errors import InvalidConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Host and port. Text form: `host:port`, IPv6 literals in brackets."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def parse_address(text: str, *, default_port: int | None = None, allow_zero: bool = False) -> Address:
+    """`host:port`, `[v6]:port`, a bare host with `default_port`. Raises InvalidConfig."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%]+)\]|([^\s:\[\]/]+))(?::(\d{1,5}))?", text.strip())
+    if not match or (match[3] is None and default_port is None):
+        raise InvalidConfig(f"address {text!r} is not of the form host:port or [ipv6]:port")
+    port = int(match[3]) if match[3] is not None else default_port or 0
+    if not (0 if allow_zero else 1) <= port <= 65535:
+        raise InvalidConfig(f"address {text!r}: port {port} is not between 1 and 65535")
+    return Address(match[1] or match[2], port)
