@@ -23,7 +23,7 @@ def test_kv_write_rounds_exactly(computing: Bench, dtype: DType) -> None:
     """B-12: read_kv gives back what gguf's own rounding to the dtype gives, for K and V of unlike sizes."""
     _skip_without(computing, dtype)
     paged = PagedSequences(computing, Heads(4, 2, 64, 32), [37, 16], dtype)
-    paged.k[0][0, 0, :4] = [1 + 2**-9, 1 + 3 * 2**-9, 1 + 2**-11, -1 - 3 * 2**-11]  # ties of bf16 and f16
+    paged.k[0][0, 0, :4] = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, -1 - 3 * 2**-11]  # ties of bf16 and f16
     paged.k[0][1] = 0
     paged.write([(0, 0, 20), (1, 0, 16)])
     paged.write([(0, 20, 37)])
@@ -148,6 +148,18 @@ def test_large_scores_do_not_overflow(computing: Bench) -> None:
     q = computing.normal(20, 2, 32, scale=10.0)
     found = paged.attend(q, [(0, 0, 20)], scale=0.05)
     computing.assert_close("attention", found, paged.expected(q, [(0, 0, 20)], scale=0.05))
+
+
+def test_large_and_small_sinks(computing: Bench) -> None:
+    """A sink far above the scores takes nearly all the weight; one far below takes none."""
+    paged = PagedSequences(computing, Heads(2, 1, 32, 32), [9], DType.F32)
+    paged.write_all()
+    q = computing.normal(9, 2, 32)
+    sinks = np.array([60.0, -95.0], np.float32)
+    wanted = paged.expected(q, [(0, 0, 9)], scale=0.2, sinks=sinks)
+    found = paged.attend(q, [(0, 0, 9)], scale=0.2, sinks=sinks)
+    for head in range(2):
+        computing.assert_close("attention", found[:, head], wanted[:, head])
 
 
 def test_a_long_context(computing: Bench) -> None:

@@ -50,6 +50,7 @@ def test_captured_at_one_row_and_replayed_at_seven(computing: Bench) -> None:
     for rows in (stage.x, stage.logits):
         stage.backend.upload(rows, np.full(rows.shape, 7.0, np.float32))
     shape = stage.stage_inputs(MIXED, [3, 4, 6])
+    stage.backend.set_shape(ONE_ROW)
     stage.backend.replay(graph, shape)
     found = stage.results(shape)
     computing.assert_close("linear", found[0], wanted[0])

@@ -48,7 +48,7 @@ def test_upload_and_download_are_exact(computing: Bench, dtype: DType) -> None:
 def test_float32_is_rounded_into_smaller_buffers(computing: Bench) -> None:
     """f32 values go into f16 and bf16 buffers rounded to nearest, ties to even."""
     values = computing.normal(6, 32)
-    values[0, :3] = [1 + 2**-9, 1 + 3 * 2**-9, 1 + 2**-11]  # ties of bf16 (two) and of f16
+    values[0, :3] = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11]  # ties of bf16 (two) and of f16
     for dtype, kind in ((DType.F16, GGMLQuantizationType.F16), (DType.BF16, GGMLQuantizationType.BF16)):
         buffer = computing.backend.alloc((6, 32), dtype)
         computing.backend.upload(buffer, values)

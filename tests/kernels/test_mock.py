@@ -92,7 +92,7 @@ def test_attention_costs_its_context() -> None:
     backend = MockBackend(rates=RATES)
     heads = Heads(4, 2, 64, 64)
     paged = PagedSequences(_bench(backend), heads, [100, 40], DType.F16)
-    pieces = [(0, 99, 100), (1, 38, 40)]
+    pieces = [(1, 7, 7), (0, 99, 100), (1, 38, 40)]
     q = np.zeros((3, 4, 64), np.float32)
     token_bytes, io_bytes = 2 * 2 * 64 * 2, 4 * 3 * 512
     paged.attend(q, pieces, scale=1.0)
