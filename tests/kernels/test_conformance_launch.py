@@ -9,6 +9,7 @@ from lamina.kernels import ops
 from lamina.kernels.backend import Unsupported
 from lamina.kernels.buffer import Buffer, DType, Extent
 from lamina.kernels.ops import LaunchError
+from lamina.spec.errors import InvalidPlan
 from lamina.spec.quant import GgmlType
 from support.backends import Bench
 
@@ -157,3 +158,37 @@ def test_rows_beyond_a_buffer_are_refused_by_strict_backends(bench: Bench) -> No
     foreign = other.alloc((3, 8), DType.F32, Extent.ROWS)
     with pytest.raises(LaunchError, match="another backend"):
         ops.add(bench.backend, x, foreign, x)
+
+
+def _bad_step(o: Operands, what: str) -> None:
+    """One launch whose arrays name something that does not exist."""
+    b, upload = o.b, o.b.upload
+    match what:
+        case "token":
+            upload(o.ints, np.array([0, 64, 1], np.int32))
+            ops.embed(b, o.ints, o.square, o.x)
+        case "slot":
+            upload(o.ints, np.array([0, 31, -1], np.int32))
+            ops.kv_write(b, o.x, o.x, o.ints, o.cache)
+        case "row":
+            upload(o.ints, np.array([0, 3, 1], np.int32))
+            ops.gather_rows(b, o.x, o.ints, o.y)
+        case "position":
+            upload(o.ints, np.array([0, 1, 32], np.int32))
+            o.attend(o.x, o.y)
+        case "block":
+            upload(o.table, np.array([[2, 0]], np.int32))
+            o.attend(o.x, o.y)
+        case "row start":
+            upload(o.starts, np.array([2, 1], np.int32))
+            o.attend(o.x, o.y)
+
+
+@pytest.mark.parametrize("what", ["token", "slot", "row", "position", "block", "row start"])
+def test_arrays_that_name_nothing_are_refused_by_strict_backends(computing: Bench, what: str) -> None:
+    """A token, slot, row, position or block out of range is an InvalidPlan, never a wrapped or foreign read."""
+    if not computing.entry.strict:
+        pytest.skip("not checked on the device")
+    operands = Operands(computing)
+    with pytest.raises(InvalidPlan):
+        _bad_step(operands, what)

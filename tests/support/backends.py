@@ -32,7 +32,7 @@ class BackendUnderTest:
 
     create: Callable[[int | None], Backend]
     compute: bool = True
-    strict: bool = False  # refuses operands that were freed and work that cannot be recorded
+    strict: bool = False  # refuses freed operands, steps larger than buffers, and indices out of range
     tolerances: Mapping[str, float] = field(default_factory=dict)
     address: Callable[[Buffer], int] = lambda buffer: id(buffer.storage)
     num_allocations: Callable[[Backend], int] | None = None

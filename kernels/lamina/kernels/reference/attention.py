@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from lamina.kernels.buffer import BLOCK_TOKENS, DType
 from lamina.kernels.reference import kv_codec
+from lamina.kernels.reference.storage import require_within
 
 _TILE_SCORES = 1 << 23  # float32 scores held at once: 32 MiB, whatever the context
 
@@ -33,10 +34,12 @@ class Pages:
     def read(self, blocks: I32, first: int, stop: int) -> tuple[F32, F32]:
         """K and V, float32 [stop - first, kv heads, dim], at positions first .. stop - 1 of a block list.
 
-        Reads no other block: those before a window may have been given to another sequence.
+        Reads no other block: those before a window may have been given to another sequence. Raises InvalidPlan for a
+        block that the cache does not have.
         """
         first_block = first // BLOCK_TOKENS
         wanted = blocks[first_block : -(-stop // BLOCK_TOKENS)]
+        require_within("attention: blocks", wanted, len(self.k))
         start = first - first_block * BLOCK_TOKENS
         tokens = slice(start, start + stop - first)
         k, v = (pages[wanted].reshape(-1, *pages.shape[2:])[tokens] for pages in (self.k, self.v))

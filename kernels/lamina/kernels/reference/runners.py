@@ -10,10 +10,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.kernels.buffer import Buffer, KvCache, StepShape, Weight
+from lamina.kernels.buffer import BLOCK_TOKENS, Buffer, KvCache, StepShape, Weight
 from lamina.kernels.ops import Args, LaunchError
 from lamina.kernels.reference import attention, functions
-from lamina.kernels.reference.storage import Matrix, rows_of, storage_of
+from lamina.kernels.reference.storage import Matrix, require_within, rows_of, storage_of
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -64,7 +64,9 @@ class Operands:
 
 
 def _embed(o: Operands) -> None:
-    o.floats("out")[...] = o.matrix("table").values[o.ints("tokens")] * np.float32(o.number("scale"))
+    table, tokens = o.matrix("table").values, o.ints("tokens")
+    require_within("embed: tokens", tokens, len(table))
+    o.floats("out")[...] = table[tokens] * np.float32(o.number("scale"))
 
 
 def _rms_norm(o: Operands) -> None:
@@ -99,14 +101,19 @@ def _rope(o: Operands) -> None:
 
 
 def _kv_write(o: Operands) -> None:
-    cache = o.cache()
+    cache, slots = o.cache(), o.ints("slots")
+    require_within("kv_write: slots", slots, cache.num_blocks * BLOCK_TOKENS)
     k, v = (o.floats(name).reshape(o.num_rows, cache.num_kv_heads, -1) for name in ("k", "v"))
-    storage_of(cache, attention.Pages).write(k, v, o.ints("slots"))
+    storage_of(cache, attention.Pages).write(k, v, slots)
 
 
 def _attention(o: Operands) -> None:
     cache, out = o.cache(), o.floats("out")
-    num_seqs = o.shape.num_seqs
+    positions, row_starts = o.ints("positions"), o.ints("row_starts", o.shape.num_seqs + 1)
+    block_table = o.ints("block_table", o.shape.num_seqs)
+    require_within("attention: positions", positions, block_table.shape[1] * BLOCK_TOKENS)
+    require_within("attention: row_starts", row_starts, o.num_rows + 1)
+    require_within("attention: rows of a sequence", np.diff(row_starts), o.num_rows + 1)
     rule = attention.ScoreRule(
         o.number("scale"),
         o.integer("window"),
@@ -116,9 +123,9 @@ def _attention(o: Operands) -> None:
     mixed = attention.attend(
         o.floats("q").reshape(o.num_rows, -1, cache.key_dim),
         storage_of(cache, attention.Pages),
-        o.ints("positions"),
-        o.ints("row_starts", num_seqs + 1),
-        o.ints("block_table", num_seqs),
+        positions,
+        row_starts,
+        block_table,
         rule,
         cache.value_dim,
     )
@@ -135,7 +142,9 @@ def _softcap(o: Operands) -> None:
 
 
 def _gather_rows(o: Operands) -> None:
-    o.floats("out")[...] = o.whole("x")[o.ints("indices")]
+    x, indices = o.whole("x"), o.ints("indices")
+    require_within("gather_rows: indices", indices, len(x))
+    o.floats("out")[...] = x[indices]
 
 
 def _argmax(o: Operands) -> None:

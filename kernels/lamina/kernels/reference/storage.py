@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from lamina.kernels.buffer import Buffer, KvCache, Weight
 from lamina.kernels.ops import LaunchError
+from lamina.spec.errors import InvalidPlan
 
 T = TypeVar("T")
 
@@ -24,6 +25,12 @@ def storage_of(operand: Buffer | Weight | KvCache, kind: type[T]) -> T:
     if not isinstance(operand.storage, kind):
         raise LaunchError(f"{type(operand).__name__} belongs to another backend")
     return operand.storage
+
+
+def require_within(what: str, values: NDArray[np.int32], stop: int) -> None:
+    """Raise InvalidPlan if a value is outside [0, stop): the step's arrays name something that does not exist."""
+    if values.size and (values.min() < 0 or values.max() >= stop):
+        raise InvalidPlan(f"{what} {int(values.min())} .. {int(values.max())} are not within [0, {stop})")
 
 
 def rows_of(buffer: Buffer, num_rows: int) -> NDArray[np.generic]:
