@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from goldens.golden_reader import LogitGolden, compare_with_goldens, kl_to_logits, load_logit_goldens
+from goldens.golden_reader import LogitGolden, compare_with_goldens, kl_to_logits, load_logit_goldens, unpack
 
 HERE = Path(__file__).parent
 DATA = HERE.parent / "data"
@@ -43,13 +43,23 @@ def test_agreement_counts_top1_and_the_margin_of_flips() -> None:
 
 @pytest.mark.parametrize("file_name", ["smollm2_logits.json", "smollm2_f32_logits.json"])
 def test_logit_goldens_are_distributions(file_name: str) -> None:
-    """Probabilities add up to 1 at every position, sorted, over 32 positions."""
-    for golden in load_logit_goldens(HERE / file_name).values():
-        assert golden.top_ids.shape == golden.top_logprobs.shape == (32, 64)
-        assert len(golden.continuation) == 32
-        total = np.exp(golden.top_logprobs).sum(axis=-1) + np.exp(golden.rest_logprobs)
-        np.testing.assert_allclose(total, 1.0, atol=2e-5)
-        assert (np.diff(golden.top_logprobs, axis=-1) <= 0).all()
+    """As stored, probabilities add up to 1 but for rounding at every position, likeliest first."""
+    for prompt in json.loads((HERE / file_name).read_text())["prompts"]:
+        stored = np.array(prompt["nlp"]) / 1e5
+        total = np.exp(-stored).sum(axis=-1) + np.exp(-np.array(prompt["rest"]) / 1e5)
+        np.testing.assert_allclose(total, 1.0, atol=1e-5)
+        assert stored.shape == np.shape(prompt["top"]) == (32, 64)
+        assert (np.diff(stored, axis=-1) >= 0).all()
+
+
+def test_rounding_in_the_file_costs_no_kl() -> None:
+    """Logits that differ from a golden only by the rounding in the file have a KL far below that rounding."""
+    top = np.log([[0.6180339887, 0.2360679775]])
+    logits = np.concatenate([top, np.log([[0.1, 0.0458980338]])], axis=-1)
+    stored = {"name": "x", "ids": [1], "cont": [0], "top": [[0, 1]]}
+    stored |= {"nlp": np.rint(top * -1e5).tolist(), "rest": [round(math.log(0.1458980338) * -1e5)]}
+    kl = kl_to_logits(unpack(stored, 100_000), logits)
+    assert 0 <= kl[0] < 1e-10
 
 
 def test_logit_goldens_cover_the_lengths_around_a_page() -> None:
