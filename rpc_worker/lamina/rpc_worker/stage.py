@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.kernels.backend import Backend
-from lamina.kernels.buffer import StepLimits
+from lamina.kernels.buffer import DType, StepLimits
 from lamina.rpc_worker.arena import Arena
 from lamina.rpc_worker.graph_cache import GraphCache
 from lamina.rpc_worker.kv_pool import KvPool, SequenceTables
@@ -16,6 +16,7 @@ from lamina.rpc_worker.loader import StageLoader, TensorReader
 from lamina.rpc_worker.sampler import Sampler
 from lamina.rpc_worker.stage_model import StageModel, StepArrays
 from lamina.rpc_worker.step_queue import ReadyStep
+from lamina.rpc_worker.weights import StageWeights
 from lamina.spec.checkpoint import TensorIndex
 from lamina.spec.errors import CapacityExceeded, Unavailable
 from lamina.spec.ids import SeqId
@@ -45,6 +46,7 @@ class Stage:
         self._layers = layers
         self._settings = settings
         self._graphs = GraphCache(backend)
+        self._weights = StageWeights(backend)
         self._arena: Arena | None = None
         self._pool: KvPool | None = None
         self._model: StageModel | None = None
@@ -92,8 +94,6 @@ class Stage:
 
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of one block over this stage's layers, by cache group, in the backend's own layout."""
-        from lamina.kernels.buffer import DType
-
         sizes = [0] * len(self._spec.cache_groups)
         for layer in self._spec.layers_of(self._layers):
             shape = layer.attention
@@ -130,16 +130,11 @@ class Stage:
 
     def run(self, ready: ReadyStep) -> StageResult:
         """Run one step. Raises InvalidPlan if the plan contradicts what came before, Unavailable without a cache."""
-        if self._model is None or self._pool is None:
-            raise Unavailable("the stage has no cache yet")
         start = time.perf_counter()
-        plan = ready.plan
-        self._tables.apply(plan)
-        for copy in plan.block_copies:
-            self._pool.copy_block(copy.group, copy.source, copy.target)
-        output = self._model.run(self._arrays(ready))
+        output = self.forward(ready)
         self.num_steps += 1
-        if self._model.is_last:
+        if self._layers.stop == self._spec.num_layers:
+            plan = ready.plan
             tokens = self._sampler.sample([(piece.seq, piece.end) for piece in plan.sampled()], output)
             result = StageResult(ready, None, StepDone(plan.epoch, plan.step, tokens), 0)
         else:
@@ -148,14 +143,23 @@ class Stage:
         self.busy_s += time.perf_counter() - start
         return result
 
+    def forward(self, ready: ReadyStep) -> NDArray[np.float32]:
+        """The step without sampling: hidden state float32 [rows, H], or logits float32 [logit rows, vocab]."""
+        if self._model is None or self._pool is None:
+            raise Unavailable("the stage has no cache yet")
+        plan = ready.plan
+        self._tables.apply(plan)
+        for copy in plan.block_copies:
+            self._pool.copy_block(copy.group, copy.source, copy.target)
+        return self._model.run(self._arrays(ready))
+
     def free(self) -> None:
         """Give back everything on the device."""
         self._drop_cache()
         if self._arena is not None:
             self._arena.free()
             self._arena = None
-        if hasattr(self, "_weights"):
-            self._weights.free()
+        self._weights.free()
 
     @property
     def _limits(self) -> StepLimits:
