@@ -10,7 +10,8 @@ from pathlib import Path
 from lamina.coordinator.cluster.client import LoadProgress, StageLoaded, WorkerClient
 from lamina.coordinator.cluster.deploy import deploy
 from lamina.coordinator.engine.engine import Engine
-from lamina.coordinator.engine.scheduler import Scheduler, SchedulerConfig
+from lamina.coordinator.engine.policy import SchedulerConfig
+from lamina.coordinator.engine.scheduler import Scheduler
 from lamina.coordinator.model_file import ModelFile
 from lamina.coordinator.planner.memory import Demand, StagePlan, check_fits, plan_stages
 from lamina.coordinator.planner.partition import partition_by_memory
@@ -142,7 +143,7 @@ async def open_session(
             max_context=settings.stage.max_context,
             num_blocks=pipeline.num_blocks,
         )
-        engine = Engine(Scheduler(config), pipeline)
+        engine = Engine(Scheduler(config, placement.epoch), pipeline)
         engine.start()
         try:
             yield Session(model, stages, engine)

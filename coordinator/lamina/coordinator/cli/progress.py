@@ -80,8 +80,8 @@ class LoadBars:
             self._tasks[stage.index] = self._progress.add_task(str(stage), total=None)
         task = self._tasks[stage.index]
         match event:
-            case LoadProgress(_, done, total):
-                self._progress.update(task, completed=done, total=total or None)
+            case LoadProgress(_, done, size):
+                self._progress.update(task, completed=done, total=size or None)
             case StageLoaded():
                 total = self._progress.tasks[task].total or 1
                 self._progress.update(task, completed=total, total=total)

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from lamina.coordinator.cli.options import is_interactive
 from lamina.coordinator.cli.progress import LoadBars, split_table
-from lamina.coordinator.engine.scheduler import SequenceRequest
+from lamina.coordinator.engine.sequence import SequenceRequest
 from lamina.coordinator.model_file import ModelFile
 from lamina.coordinator.planner.memory import StagePlan
 from lamina.coordinator.session import Session, SessionSettings, open_session
