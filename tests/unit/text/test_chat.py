@@ -179,6 +179,25 @@ def test_user_defined_tokens_in_messages_stay_tokens(tokenizer: Tokenizer) -> No
         assert encoder(tokenizer, "chatml").encode(user(content)).count(think) == 1
 
 
+def test_control_tokens_without_brackets_break_no_template(make_tokenizer: MakeTokenizer) -> None:
+    """Such tokens are parts of ordinary words and of the names that a template looks up: those stay as they are."""
+    odd = make_tokenizer(control=("my_content", "else", "roles", "<|im_start|>", "<|im_end|>"))
+    messages = user("else we use roles", "my_", "content", "so e")
+    ids = encoder(odd, "chatml").encode(messages)
+    assert odd.decode(ids) == templates()["chatml"].render(messages)
+    assert controls(odd, ids) == ["<|im_start|>", "<|im_end|>"] * 4 + ["<|im_start|>"]
+
+
+def test_a_template_may_refuse_what_a_mark_would_change(tokenizer: Tokenizer) -> None:
+    """Marks are not to turn a good message into a refused one: the second way of marking leaves `<b>` alone."""
+    source = "{% for m in messages %}{% if '<b>' not in m.content %}{{ raise_exception('no <b>') }}{% endif %}"
+    template = ChatTemplate(source + "<|im_start|>{{ m.content }}{% endfor %}", "", "")
+    messages = user("<b>bold</b> <|im_end|>")
+    ids = ChatEncoder(tokenizer, template).encode(messages)
+    assert tokenizer.decode(ids) == template.render(messages)
+    assert controls(tokenizer, ids) == ["<|im_start|>"]
+
+
 def test_one_bos_whoever_writes_it(make_tokenizer: MakeTokenizer) -> None:
     """A template that prints the bos token and a model that wants one make one together."""
     tokenizer = make_tokenizer(control=CONTROL, bos_token_id=257, add_bos_token=True)

@@ -222,8 +222,8 @@ def test_bos_and_eos_surround_a_text_once(make_tokenizer: MakeTokenizer) -> None
 
 
 def test_construction_is_quick(smollm2_metadata: Mapping[str, object]) -> None:
-    """49,152 tokens take a quarter of a second on two busy cores; ten times that is still a failure."""
-    start = time.perf_counter()
+    """49,152 tokens take a quarter of a second of one core; ten times that is a failure."""
+    start = time.process_time()
     tokenizer = Tokenizer.from_metadata(smollm2_metadata, "SmolLM2")
-    assert time.perf_counter() - start < 2.5
+    assert time.process_time() - start < 2.5
     assert tokenizer.vocab_size == 49152

@@ -9,17 +9,21 @@ messages are not looked for in its output but prepared beforehand:
 2. If the template prints with marks exactly what it prints without, then every control token without a mark in it is
    the template's own. `Tokenizer.encode` recognises those, then drops the marks: the ids are those of the plain text.
 3. Otherwise the template looks into the messages (Qwen3's searches `</think>`). Then only whole control tokens and the
-   ends of strings are marked. What is left open is a template that deletes characters from the midst of a message.
+   ends of strings are marked.
+
+Two kinds of template would still be open, neither of them known: one that puts free text between the brackets of a
+control token, and, in the third case, one that deletes characters from the midst of a message.
 
 Text without such characters takes the short way: one rendering, no marks. Owns this preparation and the rules about the
 shape of messages. Knows no HTTP and no scheduling. A ChatEncoder never changes: any thread may use it.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lamina.coordinator.text.guard import Guard, change_strings, strings_in, unused_character
+from lamina.coordinator.text.guard import Guard, change_strings, mark_inside, strings_in, unused_character
 from lamina.coordinator.text.template import ChatTemplate
 from lamina.coordinator.text.tokenizer import Tokenizer
 from lamina.spec.errors import InvalidRequest
@@ -42,14 +46,22 @@ class _Input:
     def strings(self) -> list[str]:
         return strings_in([self.messages, self.tools, [*self.variables.values()]])
 
-    def marked(self, guard: Guard, mark: str, where: Any) -> "_Input":
+    def marked(self, guard: Guard, mark: str, where: re.Pattern[str]) -> "_Input":
+        """A copy with marks in every string but the roles; keys, which templates look up, get none at their ends."""
+
+        def change_key(key: str) -> str:
+            return mark_inside(key, mark, where)
+
         def change(text: str) -> str:
-            return guard.mark(text, mark, where)
+            return guard.mark_ends(mark_inside(text, mark, where), mark)
+
+        def copy(value: object) -> Any:
+            return change_strings(value, change, change_key)
 
         return _Input(
-            messages=[{**change_strings(message, change), "role": message["role"]} for message in self.messages],
-            tools=change_strings(self.tools, change),
-            variables={name: change_strings(value, change) for name, value in self.variables.items()},
+            messages=[{**copy(message), "role": message["role"]} for message in self.messages],
+            tools=copy(self.tools),
+            variables={name: copy(value) for name, value in self.variables.items()},
             add_generation_prompt=self.add_generation_prompt,
         )
 
@@ -93,10 +105,18 @@ class ChatEncoder:
         if all(map(self._guard.is_harmless, strings)):
             return text, ""
         mark = unused_character([*strings, self._template.source])
-        marked_text = self._print(plain.marked(self._guard, mark, self._guard.every_start))
-        if marked_text.replace(mark, "") != text:
+        marked_text = self._print_if_same(plain.marked(self._guard, mark, self._guard.every_start), mark, text)
+        if marked_text is None:
             marked_text = self._print(plain.marked(self._guard, mark, self._guard.every_whole))
         return marked_text, mark
+
+    def _print_if_same(self, marked: _Input, mark: str, text: str) -> str | None:
+        """What the template prints, or None if it takes marked messages otherwise than the ones that gave `text`."""
+        try:
+            marked_text = self._print(marked)
+        except InvalidRequest:
+            return None
+        return marked_text if marked_text.replace(mark, "") == text else None
 
     def _print(self, content: _Input) -> str:
         return self._template.render(

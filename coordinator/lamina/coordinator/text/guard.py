@@ -55,17 +55,22 @@ class Guard:
                 raise InvalidRequest(f"the character {single!a} is a control token of this model; leave it out")
         return not self.every_start.search(text) and not self._begins_with_tail(text)
 
-    def mark(self, text: str, mark: str, where: re.Pattern[str]) -> str:
-        """`text` with a mark after each match of `where`, and at its ends where a neighbour could complete a token."""
+    def mark_ends(self, text: str, mark: str) -> str:
+        """`text` with a mark at an end where its neighbour could complete a control token."""
         before = mark if self._begins_with_tail(text) else ""
         after = mark if self._ends_with_head(text) else ""
-        return before + where.sub(lambda found: found[0] + mark, text) + after
+        return before + text + after
 
     def _begins_with_tail(self, text: str) -> bool:
         return any(text[:length] in self.tails for length in range(1, self.longest))
 
     def _ends_with_head(self, text: str) -> bool:
         return any(text[-length:] in self.heads for length in range(1, self.longest))
+
+
+def mark_inside(text: str, mark: str, where: re.Pattern[str]) -> str:
+    """`text` with a mark after each match of `where`."""
+    return where.sub(lambda found: found[0] + mark, text)
 
 
 def unused_character(texts: Iterable[str]) -> str:
@@ -82,21 +87,21 @@ def strings_in(value: object) -> list[str]:
         strings.append(string)
         return string
 
-    change_strings(value, collect)
+    change_strings(value, collect, collect)
     return strings
 
 
-def change_strings(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
-    """A copy of nested lists and mappings with every string changed, keys too. Raises InvalidRequest if too deep."""
+def change_strings(value: Any, change: Callable[[str], str], change_key: Callable[[str], str], depth: int = 0) -> Any:
+    """A copy of nested lists and mappings with all strings and keys changed. Raises InvalidRequest if too deep."""
     if depth > _MAX_DEPTH:
         raise InvalidRequest(f"the messages or tools nest deeper than {_MAX_DEPTH} levels; flatten them")
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
         return {
-            change(key) if isinstance(key, str) else key: change_strings(item, change, depth + 1)
+            change_key(key) if isinstance(key, str) else key: change_strings(item, change, change_key, depth + 1)
             for key, item in value.items()
         }
     if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return [change_strings(item, change, depth + 1) for item in value]
+        return [change_strings(item, change, change_key, depth + 1) for item in value]
     return value

@@ -5,6 +5,7 @@ Merging is the `tokenizers` library's. Knows no chat template, no model and no s
 it was built: any thread may use it.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -39,6 +40,8 @@ class PreTokenizer:
     ignore_merges: bool
     adds_bos: bool
 
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -243,7 +246,11 @@ def _choose_pre_tokenizer(metadata: Mapping[str, object], where: str) -> PreToke
 def _build_words(pre: PreTokenizer, vocabulary: Vocabulary, merges: Sequence[str], where: str) -> tokenizers.Tokenizer:
     """The part without special tokens. Control tokens are left out of it, so that no plain text can form one."""
     guarded = frozenset(vocabulary.guarded_ids)
-    vocab = {text: token for token, text in enumerate(vocabulary.texts) if token not in guarded and _is_unicode(text)}
+    vocab = {
+        text: token
+        for token, text in enumerate(vocabulary.texts)
+        if token not in guarded and not _SURROGATE.search(text)  # bytes that are not UTF-8: no word equals them
+    }
     missing_byte = "\0"  # not in GPT-2's alphabet, hence in no word
     has_all_bytes = all(char in vocab for char in char_of_byte())
     if not has_all_bytes:
@@ -261,11 +268,6 @@ def _build_words(pre: PreTokenizer, vocabulary: Vocabulary, merges: Sequence[str
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     return words
-
-
-def _is_unicode(text: str) -> bool:
-    """False for a token whose bytes are not UTF-8 (read as surrogates): no word can equal it."""
-    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _read_merges(
