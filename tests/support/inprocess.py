@@ -1,6 +1,7 @@
 """A split model without sockets: stages in a row on one backend, driven by real step plans."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ class InProcessModel:
         bounds = [0, *cuts, self.spec.num_layers]
         self.stages = [
             Stage(backend, self.spec, LayerRange(start, stop), settings)
-            for start, stop in zip(bounds, bounds[1:], strict=False)
+            for start, stop in pairwise(bounds)
         ]
         for stage in self.stages:
             stage.load(file.tensors, lambda _: None)

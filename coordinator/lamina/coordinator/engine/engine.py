@@ -9,7 +9,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from lamina.coordinator.cluster.pipeline import Pipeline
-from lamina.coordinator.engine.scheduler import RequestId, Scheduler, SequenceRequest, TokenEvent
+from lamina.coordinator.engine.scheduler import Scheduler
+from lamina.coordinator.engine.sequence import RequestId, SequenceRequest, TokenEvent
 from lamina.spec.errors import LaminaError, WorkerLost
 
 Clock = Callable[[], float]
