@@ -1,0 +1,112 @@
+"""A step in the making, and the sequences that may be in it. Pure; owned by the scheduler, which decides."""
+
+from bisect import bisect_right
+from collections import OrderedDict
+from operator import attrgetter
+
+from lamina.coordinator.engine.policy import SchedulerConfig
+from lamina.coordinator.engine.sequence import Phase, Sequence
+from lamina.spec.ids import StepId
+from lamina.spec.step import AddSequence, SeqSlice
+
+_by_last_step = attrgetter("last_step")
+
+
+class Batch:
+    """The slices of one step so far, and what the step has left of each limit."""
+
+    __slots__ = ("adds", "logits_left", "rows_left", "seqs_left", "slices", "step")
+
+    def __init__(self, step: StepId, config: SchedulerConfig) -> None:
+        self.step = step
+        self.slices: list[SeqSlice] = []
+        self.adds: list[AddSequence] = []
+        self.rows_left = config.max_rows
+        self.seqs_left = config.max_seqs
+        self.logits_left = config.max_logit_rows
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another slice fits."""
+        return self.rows_left > 0 and self.seqs_left > 0
+
+    def add_chunk(self, piece: SeqSlice) -> None:
+        """Append a slice of any kind."""
+        self.slices.append(piece)
+        self.rows_left -= piece.num_tokens
+        self.seqs_left -= 1
+        self.logits_left -= piece.want_logits
+
+    def count_decodes(self, num_slices: int) -> None:
+        """So many decode slices were put into `slices` directly."""
+        self.rows_left -= num_slices
+        self.seqs_left -= num_slices
+        self.logits_left -= num_slices
+
+
+class RunningSet:
+    """The admitted sequences, by phase: PREFILL in the policy's order, DECODE from the least recently issued on."""
+
+    def __init__(self) -> None:
+        self.prefilling: list[Sequence] = []
+        self.decoding: OrderedDict[Sequence, None] = OrderedDict()  # ascending in last_step
+        self.closing: set[Sequence] = set()
+
+    def __len__(self) -> int:
+        return len(self.prefilling) + len(self.decoding) + len(self.closing)
+
+    def independent_decodes(self, step: StepId, num_stages: int) -> tuple[list[Sequence], int]:
+        """(decoding sequences whose input stage 0 will have when it comes to `step`, how many the step should take).
+
+        Those of the last num_stages - 1 steps are still on their way. The share is what makes as many equal
+        micro-batches as there are stages, of all decoding sequences and of those left for the steps up to there.
+        """
+        order = list(self.decoding)
+        if num_stages == 1 or not order:
+            return order, len(order)
+        num_free = bisect_right(order, step - num_stages, key=_by_last_step)
+        num_busy_stages = len({seq.last_step for seq in order[num_free:]})
+        share = -(-num_free // (num_stages - num_busy_stages))
+        return order[:num_free], min(share, -(-len(order) // num_stages))
+
+    def dependent_decodes(self, num_stages: int) -> tuple[list[Sequence], int]:
+        """(all decoding sequences, how many a step should take) for a step that has nothing better to do."""
+        return list(self.decoding), -(-len(self.decoding) // num_stages)
+
+    def start_prefill(self, seq: Sequence, index: int) -> None:
+        """An admitted sequence, at its place among the prefilling ones."""
+        seq.phase = Phase.PREFILL
+        self.prefilling.insert(index, seq)
+
+    def end_prefill(self, seq: Sequence) -> None:
+        """Its last chunk is planned."""
+        self.prefilling.remove(seq)
+        seq.phase = Phase.DECODE
+        self.decoding[seq] = None
+
+    def end_decode(self, seq: Sequence) -> None:
+        """Every position it may have is planned."""
+        del self.decoding[seq]
+        seq.phase = Phase.CLOSING
+        self.closing.add(seq)
+
+    def reorder(self, candidates: list[Sequence], step: StepId) -> None:
+        """Some of the candidates have been issued in `step`: those are now the most recent ones."""
+        for seq in candidates:
+            if seq.last_step == step and seq.phase is Phase.DECODE:
+                self.decoding.move_to_end(seq)
+
+    def newest(self) -> Sequence | None:
+        """The one that arrived last, of those that have something left to plan."""
+        candidates = [*self.prefilling, *self.decoding]
+        return max(candidates, key=lambda seq: seq.record.request_id, default=None)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take out an admitted sequence."""
+        match seq.phase:
+            case Phase.PREFILL:
+                self.prefilling.remove(seq)
+            case Phase.DECODE:
+                del self.decoding[seq]
+            case Phase.CLOSING:
+                self.closing.remove(seq)

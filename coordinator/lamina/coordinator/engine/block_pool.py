@@ -1,0 +1,94 @@
+"""Logical KV blocks: which are free, and what may be done with those that are not. Pure; owned by the engine loop.
+
+A block is one BlockId in every cache group, so a sequence's table is equally long in each. The states are explicit and
+only PENDING_WRITE is mutable (A-44):
+
+    UNALLOCATED --allocate--> PENDING_WRITE --seal--> WRITTEN_IN_USE <--share / release--> WRITTEN_NOT_IN_USE
+         ^                        |  one user, the writer                                         |
+         +--------- free ---------+---------------------------- evict ----------------------------+
+
+It knows nothing of sequences, of tokens, or of who may be evicted.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from lamina.spec.errors import CapacityExceeded, InvalidConfig
+from lamina.spec.ids import BlockId
+
+
+class BlockState(Enum):
+    """Where a block is in its life."""
+
+    UNALLOCATED = "unallocated"
+    PENDING_WRITE = "pending write"
+    WRITTEN_IN_USE = "written, in use"
+    WRITTEN_NOT_IN_USE = "written, not in use"
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """BLOCK_TOKENS positions of KV: its id in each cache group, and how many sequences have it in their table."""
+
+    ids: tuple[BlockId, ...]
+    state: BlockState
+    num_users: int
+
+
+class BlockPool:
+    """Free lists and the states of what was taken from them; every operation is O(groups)."""
+
+    def __init__(self, num_blocks: tuple[int, ...]) -> None:
+        """`num_blocks` by cache group. Raises InvalidConfig if a group has none."""
+        if not num_blocks or min(num_blocks) < 1:
+            raise InvalidConfig(f"every cache group needs at least one block, got {num_blocks}")
+        self._free = [[BlockId(i) for i in reversed(range(count))] for count in num_blocks]
+        self.num_blocks = min(num_blocks)
+        self.num_free = self.num_blocks
+
+    def allocate(self) -> Block:
+        """A block with one user, its writer. Raises CapacityExceeded if none is free."""
+        if not self.num_free:
+            raise CapacityExceeded(f"all {self.num_blocks} KV blocks are allocated")
+        self.num_free -= 1
+        return Block(tuple(ids.pop() for ids in self._free), BlockState.PENDING_WRITE, 1)
+
+    def seal(self, block: Block) -> None:
+        """The block is full: nobody writes it any more, others may read it."""
+        self._check(block, BlockState.PENDING_WRITE, "seal")
+        block.state = BlockState.WRITTEN_IN_USE
+
+    def share(self, block: Block) -> None:
+        """One more user of a sealed block."""
+        self._check(block, (BlockState.WRITTEN_IN_USE, BlockState.WRITTEN_NOT_IN_USE), "share")
+        block.state = BlockState.WRITTEN_IN_USE
+        block.num_users += 1
+
+    def release(self, block: Block) -> None:
+        """One user less of a sealed block; its content stays until it is evicted."""
+        self._check(block, BlockState.WRITTEN_IN_USE, "release")
+        block.num_users -= 1
+        if not block.num_users:
+            block.state = BlockState.WRITTEN_NOT_IN_USE
+
+    def free(self, block: Block) -> None:
+        """The writer gives up a block that was never sealed."""
+        self._check(block, BlockState.PENDING_WRITE, "free")
+        self._take_back(block)
+
+    def evict(self, block: Block) -> None:
+        """Forget the content of a sealed block without users."""
+        self._check(block, BlockState.WRITTEN_NOT_IN_USE, "evict")
+        self._take_back(block)
+
+    def _take_back(self, block: Block) -> None:
+        block.state = BlockState.UNALLOCATED
+        block.num_users = 0
+        for ids, block_id in zip(self._free, block.ids, strict=True):
+            ids.append(block_id)
+        self.num_free += 1
+
+    def _check(self, block: Block, allowed: BlockState | Iterable[BlockState], action: str) -> None:
+        if block.state not in ((allowed,) if isinstance(allowed, BlockState) else allowed):
+            raise RuntimeError(f"cannot {action} KV block {block.ids}: it is {block.state.value}")

@@ -1,0 +1,78 @@
+"""The prefix index: a radix tree whose edges are full token blocks. Pure; owned by the engine loop.
+
+An entry is found by (parent, the block's own tokens), under one root per salt (A-45, B-22): equal blocks in another
+context or of another tenant never alias, and the tokens themselves are compared, never a hash alone (B-23).
+
+Invariant: who uses a node's block uses those of all its ancestors, and gives them up from the deepest to the root. So
+a child becomes unused no later than its parent, and the least recently used unused node is always a leaf.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from lamina.coordinator.engine.block_pool import Block, BlockPool
+
+TokenBlock = tuple[int, ...]  # BLOCK_TOKENS token ids
+
+
+@dataclass(slots=True, eq=False)
+class PrefixNode:
+    """A full block in its context: everything from the root down to it."""
+
+    parent: "Place"
+    tokens: TokenBlock
+    block: Block
+    children: "dict[TokenBlock, PrefixNode]" = field(default_factory=dict)
+
+
+Place = PrefixNode | str  # a node, or the root of a salt
+
+
+class PrefixCache:
+    """Finds, adds and evicts nodes; counts no tokens and knows no sequence."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._roots: dict[str, dict[TokenBlock, PrefixNode]] = {}
+        self._unused: OrderedDict[PrefixNode, None] = OrderedDict()  # least recently used first
+
+    @property
+    def num_unused(self) -> int:
+        """Blocks that are kept for later and may be evicted, all of them."""
+        return len(self._unused)
+
+    def find(self, parent: Place, tokens: TokenBlock) -> PrefixNode | None:
+        """The child of `parent` that holds exactly these tokens."""
+        children = self._roots.get(parent) if isinstance(parent, str) else parent.children
+        return children.get(tokens) if children else None
+
+    def insert(self, parent: Place, tokens: TokenBlock, block: Block) -> PrefixNode:
+        """Index a block that its writer, who uses `parent` too, has filled; it is sealed. `find` came back empty."""
+        self._pool.seal(block)
+        node = PrefixNode(parent, tokens, block)
+        siblings = self._roots.setdefault(parent, {}) if isinstance(parent, str) else parent.children
+        siblings[tokens] = node
+        return node
+
+    def hold(self, node: PrefixNode) -> None:
+        """One more user; the caller uses the parent already."""
+        self._pool.share(node.block)
+        self._unused.pop(node, None)
+
+    def leave(self, node: PrefixNode) -> None:
+        """One user less; the caller has left all nodes below."""
+        self._pool.release(node.block)
+        if not node.block.num_users:
+            self._unused[node] = None
+
+    def evict(self) -> None:
+        """Drop the least recently used leaf, so that its block is free. Raises KeyError if every node is in use."""
+        node, _ = self._unused.popitem(last=False)
+        self._pool.evict(node.block)
+        if not isinstance(node.parent, str):
+            del node.parent.children[node.tokens]
+            return
+        siblings = self._roots[node.parent]
+        del siblings[node.tokens]
+        if not siblings:
+            del self._roots[node.parent]
