@@ -40,6 +40,9 @@ def worker(
     advertise: Annotated[
         str, typer.Option(help="host:port under which others reach this worker.", envvar="LAMINA_ADVERTISE")
     ] = "",
+    join: Annotated[
+        str, typer.Option(help="host:port of a coordinator that waits for workers.", envvar="LAMINA_JOIN")
+    ] = "",
     threads: Annotated[
         int, typer.Option(help="Compute threads of a CPU device; 0 = all cores.", envvar="LAMINA_THREADS")
     ] = 0,
@@ -69,6 +72,7 @@ def worker(
         devices=parse_devices(tuple(device)),
         listen=parse_address(listen, allow_zero=True),
         advertise=parse_address(advertise) if advertise else None,
+        join=parse_address(join) if join else None,
         num_threads=threads or os.cpu_count() or 1,
         max_memory_bytes=parse_size(max_memory) if max_memory else None,
         model_folders=tuple(models),

@@ -4,6 +4,8 @@ import asyncio
 import logging
 import signal
 import sys
+from dataclasses import replace
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -11,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from lamina.kernels.registry import create_backend
 from lamina.rpc_worker.describe import device_profile, device_table
 from lamina.rpc_worker.device_thread import DeviceThread
+from lamina.rpc_worker.join import stay_joined
 from lamina.rpc_worker.service import WorkerService
 from lamina.rpc_worker.settings import WorkerSettings
 from lamina.rpc_worker.stage_registry import StageRegistry
@@ -35,19 +38,20 @@ async def run_worker(settings: WorkerSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    devices = tuple(_start_device(name, settings) for name in settings.devices)
     server = grpc.aio.server(options=server_options())
+    # From here on the settings name the port that was really taken.
+    settings = replace(settings, listen=_bind(server, settings.listen))
+    devices = tuple(_start_device(name, settings) for name in settings.devices)
     registry = StageRegistry(settings, devices)
     worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(settings, devices, registry), server)
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     try:
-        port = _bind(server, settings.listen)
         await server.start()
         await checks.set("", health_pb2.HealthCheckResponse.SERVING)
         await checks.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
-        _announce(settings, devices, Address(settings.listen.host, port))
-        await stop.wait()
+        _announce(settings, devices)
+        await _until_stopped(stop, settings)
         _log.info("stopping")
         await checks.enter_graceful_shutdown()
     finally:
@@ -57,12 +61,29 @@ async def run_worker(settings: WorkerSettings) -> None:
             device.stop()
 
 
+async def _until_stopped(stop: asyncio.Event, settings: WorkerSettings) -> None:
+    """Stay joined, if asked to, until a signal comes. Raises what the coordinator refuses this worker for."""
+    waiting = asyncio.create_task(stop.wait())
+    tasks: list[asyncio.Task[Any]] = [waiting]
+    if settings.join is not None:
+        reachable_at = settings.advertise or settings.listen
+        tasks.append(asyncio.create_task(stay_joined(settings.join, settings.name, reachable_at)))
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def _start_device(name: str, settings: WorkerSettings) -> DeviceThread:
     backend = create_backend(name, threads=settings.num_threads, max_memory_bytes=settings.max_memory_bytes)
     return DeviceThread(backend, f"compute-{name}")
 
 
-def _bind(server: grpc.aio.Server, listen: Address) -> int:
+def _bind(server: grpc.aio.Server, listen: Address) -> Address:
     try:
         port = server.add_insecure_port(str(listen))
     except RuntimeError:
@@ -72,14 +93,14 @@ def _bind(server: grpc.aio.Server, listen: Address) -> int:
             f"cannot listen on {listen}: the port is in use, or the address is not this machine's; choose another with"
             " --listen"
         )
-    return port
+    return Address(listen.host, port)
 
 
-def _announce(settings: WorkerSettings, devices: tuple[DeviceThread, ...], bound: Address) -> None:
+def _announce(settings: WorkerSettings, devices: tuple[DeviceThread, ...]) -> None:
     worker = WorkerName(settings.name)
     profiles = [
         device_profile(DeviceId(worker, index), device.backend, settings.num_threads)
         for index, device in enumerate(devices)
     ]
     print(device_table(profiles), end="")
-    print(f"worker {settings.name}, {own_version()}, listening on {bound}", flush=True)
+    print(f"worker {settings.name}, {own_version()}, listening on {settings.listen}", flush=True)

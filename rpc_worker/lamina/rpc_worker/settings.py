@@ -16,6 +16,7 @@ class WorkerSettings:
     devices: tuple[str, ...] = ("cpu",)
     listen: Address = field(default_factory=lambda: Address("127.0.0.1", 50051))
     advertise: Address | None = None
+    join: Address | None = None
     num_threads: int | None = None
     max_memory_bytes: int | None = None
     model_folders: tuple[Path, ...] = ()
