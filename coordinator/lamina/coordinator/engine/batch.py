@@ -55,23 +55,31 @@ class RunningSet:
     def __len__(self) -> int:
         return len(self.prefilling) + len(self.decoding) + len(self.closing)
 
-    def independent_decodes(self, step: StepId, num_stages: int) -> tuple[list[Sequence], int]:
-        """(decoding sequences whose input stage 0 will have when it comes to `step`, how many the step should take).
+    def ready_decodes(self, step: StepId, lanes: int) -> tuple[list[Sequence], int]:
+        """(decoding sequences that may be in `step`, how many of them it should take) if they take turns in so many
+        lanes: one that is in the last `lanes` - 1 steps waits for its next turn.
 
-        Those of the last num_stages - 1 steps are still on their way. The share is what makes as many equal
-        micro-batches as there are stages, of all decoding sequences and of those left for the steps up to there.
+        The share keeps the lanes equal: a fair part of all, and of those which are left for the lanes of this turn.
         """
         order = list(self.decoding)
-        if num_stages == 1 or not order:
+        if lanes <= 1 or not order:
             return order, len(order)
-        num_free = bisect_right(order, step - num_stages, key=_by_last_step)
-        num_busy_stages = len({seq.last_step for seq in order[num_free:]})
-        share = -(-num_free // (num_stages - num_busy_stages))
-        return order[:num_free], min(share, -(-len(order) // num_stages))
+        num_ready = bisect_right(order, step - lanes, key=_by_last_step)
+        num_taken_lanes = len({seq.last_step for seq in order[num_ready:]})
+        fair, rest = -(-len(order) // lanes), -(-num_ready // (lanes - num_taken_lanes))
+        return order[:num_ready], min(fair, rest)
 
-    def dependent_decodes(self, num_stages: int) -> tuple[list[Sequence], int]:
-        """(all decoding sequences, how many a step should take) for a step that has nothing better to do."""
-        return list(self.decoding), -(-len(self.decoding) // num_stages)
+    def fallback_decodes(self, step: StepId, num_stages: int) -> tuple[list[Sequence], int]:
+        """The same for a step that has nothing else to do, so that stage 0 may as well wait for its input.
+
+        Fewer sequences than stages have a lane each: they run one step ahead. If none is ready even so (they ended
+        their prefill in one step, say), a fair share starts over.
+        """
+        lanes = min(num_stages, len(self.decoding))
+        ready, share = self.ready_decodes(step, lanes)
+        if ready or not lanes:
+            return ready, share
+        return list(self.decoding), -(-len(self.decoding) // lanes)
 
     def start_prefill(self, seq: Sequence, index: int) -> None:
         """An admitted sequence, at its place among the prefilling ones."""

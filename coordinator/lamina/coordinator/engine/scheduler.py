@@ -3,10 +3,10 @@
 A pure state machine: the engine loop owns it, calls `schedule` until it returns None, sends what it returned, and
 feeds every StepDone to `absorb`. No IO, no clock, no randomness: the same calls give the same plans.
 
-Decodes come first. With N stages a step takes at most a share of 1/N of the decoding sequences, least recently issued
-first, and none whose input is still to be sampled by one of the last N - 1 steps: at stage 0 such a step would wait
-for the whole pipeline. Only when there is nothing else to run is a step issued that depends on those: with a single
-stream that is its one step of run-ahead. What is left of the budget goes to prefill chunks in the policy's order.
+Decodes come first. With N stages the decoding sequences take turns in N micro-batches, least recently issued first; one
+whose input is still to be sampled by one of the last N - 1 steps is not ready, for at stage 0 its step would wait while
+others could run. Only a step that has nothing else to do takes such sequences: with a single stream that is its one
+step of run-ahead. What is left of the budget goes to prefill chunks in the policy's order.
 
 Blocks come back, and a preempted sequence waits again, only when every issued step that names them is done.
 """
@@ -125,10 +125,10 @@ class Scheduler:
         if step - self._done_step > config.max_outstanding:
             return None
         batch = Batch(step, config)
-        self._plan_decodes(batch, *self._running.independent_decodes(step, config.num_stages))
+        self._plan_decodes(batch, *self._running.ready_decodes(step, config.num_stages))
         self._plan_prefills(batch, now)
         if not batch.slices:
-            self._plan_decodes(batch, *self._running.dependent_decodes(config.num_stages))
+            self._plan_decodes(batch, *self._running.fallback_decodes(step, config.num_stages))
         if not batch.slices:
             return None
         self._next_step = StepId(step + 1)
