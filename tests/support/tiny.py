@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScalingType, quants
 from numpy.typing import NDArray
+
 from support.tiny_tokenizer import add_byte_tokenizer
 
 WEIGHT_RMS = 0.05

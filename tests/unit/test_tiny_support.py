@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, quants
+
 from support.tiny import ALL_TYPES, WEIGHT_RMS, random_blocks, write_tiny_llama
 
 _T = GGMLQuantizationType
