@@ -68,11 +68,11 @@ def _fits(demand: Demand, device: DeviceProfile, layers: LayerRange, share: floa
 
 
 def _does_not_fit(demand: Demand, devices: Sequence[DeviceProfile]) -> str:
-    gib = 2**30
+    mib = 2**20
     needed = stage_memory(demand, devices[0], demand.spec.all_layers)
-    free = ", ".join(f"{device.id} {device.free_bytes / gib:.2f}" for device in devices)
+    free = ", ".join(f"{device.id} {device.free_bytes / mib:.1f}" for device in devices)
     return (
-        f"{demand.spec.name} does not fit: {needed.total_bytes / gib:.2f} GiB needed (weights"
-        f" {needed.weight_bytes / gib:.2f}, cache {needed.kv_bytes / gib:.2f}, arena {needed.arena_bytes / gib:.2f}"
-        f" per stage), free GiB: {free}; add a worker, or use a shorter --context or a smaller --kv-dtype"
+        f"{demand.spec.name} does not fit: {needed.total_bytes / mib:.1f} MiB needed (weights"
+        f" {needed.weight_bytes / mib:.1f}, cache {needed.kv_bytes / mib:.1f}, arena {needed.arena_bytes / mib:.1f}"
+        f" per stage), free MiB: {free}; add a worker, or use a shorter --context or a smaller --kv-dtype"
     )
