@@ -18,8 +18,8 @@ def channel_options() -> Options:
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", 10_000),  # a suspended or unplugged peer is noticed without traffic (P-27)
-        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_time_ms", 5_000),  # a suspended or unplugged peer is noticed without traffic, in 8 s (P-27)
+        ("grpc.keepalive_timeout_ms", 3_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 200),
@@ -35,7 +35,7 @@ def server_options() -> Options:
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),  # a second worker on the same port must fail, not share it
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 2_000),  # less than the clients' keepalive
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.max_concurrent_streams", 256),
     ]
@@ -53,4 +53,7 @@ async def connect(address: Address, *, deadline_s: float = CONNECT_DEADLINE_S) -
             f"worker {address}: no connection within {deadline_s:g} s; is `rpc-worker --listen` running there,"
             " and does a firewall or a loopback-only listener block it?"
         ) from None
+    except BaseException:
+        await channel.close()
+        raise
     return channel

@@ -1,5 +1,7 @@
 """Step contract <-> messages. Columns on the wire (see step.proto), slices in memory; a malformed message raises."""
 
+import math
+
 from lamina.spec.errors import InvalidPlan
 from lamina.spec.ids import BlockId, Epoch, SeqId, StepId
 from lamina.spec.sampling import SamplingParams
@@ -113,19 +115,25 @@ def done_from_message(message: pb.StepDone) -> StepDone:
     """The answer; raises InvalidPlan if its columns do not fit each other."""
     count = len(message.seq)
     num_errors = sum(code == pb.FINISH_REASON_ERROR for code in message.finish)
+    num_logprobs = count if message.logprob else 0
     if (
         any(len(column) != count for column in (message.pos, message.token, message.finish))
         or len(message.errors) != num_errors
-        or (message.logprob and (len(message.logprob) != count or len(message.top) != count))
+        or len(message.logprob) != num_logprobs
+        or len(message.top) != num_logprobs
+        or any(len(top.tokens) != len(top.logprobs) for top in message.top)
     ):
         raise InvalidPlan(f"answer to step {message.step}: columns of unequal length")
+    unknown = next((code for code in message.finish if code not in _REASON), None)
+    if unknown is not None:
+        raise InvalidPlan(f"answer to step {message.step}: finish reason {unknown} is unknown")
     errors = iter(message.errors)
     tokens = []
     for i in range(count):
-        finish = _REASON.get(message.finish[i])
+        finish = _REASON[message.finish[i]]
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
-        if message.logprob and message.logprob[i] == message.logprob[i]:
+        if num_logprobs and not math.isnan(message.logprob[i]):
             logprob = message.logprob[i]
             top = tuple(zip(message.top[i].tokens, message.top[i].logprobs, strict=True))
         error = next(errors) if finish is FinishReason.ERROR else ""
@@ -204,6 +212,9 @@ def command_from_message(message: pb.StepsRequest, num_groups: int) -> StepComma
             return plan_from_message(message.plan, num_groups)
         case "add_sequence":
             add = message.add_sequence
+            if add.num_generated > len(add.history_ids):
+                generated, held = add.num_generated, len(add.history_ids)
+                raise InvalidPlan(f"sequence {add.seq}: {generated} generated tokens in a history of {held}")
             return AddSequence(
                 seq=SeqId(add.seq),
                 sampling=sampling_from_message(add.sampling),

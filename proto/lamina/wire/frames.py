@@ -23,10 +23,10 @@ def encode_frame(plan: StepPlan, hidden_state: NDArray[np.float32], wire_dtype: 
         case "f32":
             values: NDArray[np.generic] = hidden_state.astype("<f4", copy=False)
         case "f16":
-            values = hidden_state.astype("<f2")
+            with np.errstate(over="ignore"):  # becomes infinite, which the last stage reports for its sequence
+                values = hidden_state.astype("<f2")
         case _:
-            bits = hidden_state.view(np.uint32)
-            values = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+            values = _bf16_bits(hidden_state)
     return pb.Frame(
         epoch=plan.epoch,
         step=plan.step,
@@ -35,6 +35,17 @@ def encode_frame(plan: StepPlan, hidden_state: NDArray[np.float32], wire_dtype: 
         hidden=hidden,
         payload=np.ascontiguousarray(values).tobytes(),
     )
+
+
+def check_frame_size(frame: pb.Frame, max_rows: int, hidden: int, wire_dtype: str) -> None:
+    """Raise InvalidPlan for a frame that no step of the placement can have; for one that comes before its plan."""
+    found = (frame.hidden, frame.dtype, len(frame.payload))
+    wanted = (hidden, _CODES[wire_dtype], frame_bytes(frame.rows, hidden, wire_dtype))
+    if found != wanted or not 1 <= frame.rows <= max_rows:
+        raise InvalidPlan(
+            f"frame of step {frame.step}: {frame.rows} rows with (hidden, dtype, bytes) {found}; up to {max_rows} rows"
+            f" with {wanted} are due"
+        )
 
 
 def check_frame(frame: pb.Frame, plan: StepPlan, hidden: int, wire_dtype: str) -> None:
@@ -57,3 +68,10 @@ def decode_frame(frame: pb.Frame) -> NDArray[np.float32]:
         case _:
             bits = np.frombuffer(frame.payload, "<u2").astype(np.uint32) << 16
             return bits.view(np.float32).reshape(shape)
+
+
+def _bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Rounded to nearest even. A NaN stays one: adding to its bits could carry it into a zero."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype("<u2")

@@ -1,5 +1,7 @@
 """Errors <-> gRPC status, mapped once. The error type's name travels in trailing metadata, the message as details."""
 
+from typing import NoReturn
+
 import grpc
 
 from lamina.spec import errors
@@ -22,7 +24,8 @@ _CODES: dict[type[errors.LaminaError], grpc.StatusCode] = {
 }
 _TYPES = {kind.__name__: kind for kind in _CODES}
 ERROR_KEY = "lamina-error"
-_MAX_DETAILS = 2000  # status details travel in a header block
+# Status details travel in a header block of 8 KiB, percent-encoded: up to three bytes for each.
+_MAX_DETAILS_BYTES = 2000
 
 
 def status_of(error: errors.LaminaError) -> grpc.StatusCode:
@@ -40,10 +43,11 @@ def error_from_name(name: str, message: str) -> errors.LaminaError:
     return _TYPES.get(name, errors.LaminaError)(message)
 
 
-async def abort(context: grpc.aio.ServicerContext, error: errors.LaminaError) -> None:  # type: ignore[type-arg]
+async def abort(context: grpc.aio.ServicerContext, error: errors.LaminaError) -> NoReturn:  # type: ignore[type-arg]
     """End an RPC with this error; does not return."""
     context.set_trailing_metadata(((ERROR_KEY, error_name(error)),))
-    await context.abort(status_of(error), str(error)[:_MAX_DETAILS])
+    details = str(error).encode(errors="replace")[:_MAX_DETAILS_BYTES].decode(errors="ignore")
+    await context.abort(status_of(error), details)
 
 
 def error_from_rpc(rpc: grpc.aio.AioRpcError, who: str) -> errors.LaminaError:
