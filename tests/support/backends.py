@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 
 from lamina.kernels.backend import Backend, Unsupported
 from lamina.kernels.buffer import Buffer, DType, Extent, HostTensor, StepShape, Weight
+from lamina.kernels.cuda.backend import CudaBackend
+from lamina.kernels.cuda.device import Memory
 from lamina.kernels.ledger import LedgerBackend
 from lamina.kernels.mock import MockBackend
 from lamina.kernels.reference import ReferenceBackend
 from lamina.spec.quant import GgmlType
+from support.cuda_emulated import EmulatedDevice
 from support.tiny import random_blocks
 
 EXACT_OPS_TOLERANCE = 1e-5
@@ -60,8 +63,51 @@ def _ledger_allocations(backend: Backend) -> int:
     return backend.ledger.num_allocations
 
 
+def _cuda(max_memory_bytes: int | None) -> Backend:
+    return CudaBackend(max_memory_bytes=max_memory_bytes)
+
+
+def _cuda_emulated(max_memory_bytes: int | None) -> Backend:
+    return CudaBackend(max_memory_bytes=max_memory_bytes, device=EmulatedDevice())
+
+
+def _cuda_address(buffer: Buffer) -> int:
+    assert isinstance(buffer.storage, Memory)
+    return buffer.storage.address + buffer.offset * buffer.dtype.itemsize
+
+
+# int8 activations for few rows, bf16 products for many; 16-bit queries and probabilities in attention
+_CUDA_TOLERANCES = {"linear": 1.5e-2, "gated_linear": 2.5e-2, "attention": 5e-3}
+
+def _cpu(max_memory_bytes: int | None) -> Backend:
+    from lamina.kernels.cpu.backend import CpuBackend
+
+    return CpuBackend(threads=2, max_memory_bytes=max_memory_bytes)
+
+
+# Activations are rounded to 8 bits per block.
+_EIGHT_BIT_ACTIVATIONS = {"linear": 0.01, "gated_linear": 0.015}
+
+
 BACKENDS: dict[str, BackendUnderTest] = {
     "reference": BackendUnderTest(_reference, strict=True, address=_array_address, num_allocations=_ledger_allocations),
+    "cuda": BackendUnderTest(
+        _cuda,
+        tolerances=_CUDA_TOLERANCES,
+        address=_cuda_address,
+        num_allocations=_ledger_allocations,
+        marks=(pytest.mark.gpu,),
+    ),
+    "cuda_emulated": BackendUnderTest(
+        _cuda_emulated, tolerances=_CUDA_TOLERANCES, address=_cuda_address, num_allocations=_ledger_allocations
+    ),
+    "cpu": BackendUnderTest(
+        _cpu,
+        strict=True,
+        tolerances=_EIGHT_BIT_ACTIVATIONS,
+        address=_array_address,
+        num_allocations=_ledger_allocations,
+    ),
     "mock": BackendUnderTest(_mock, compute=False, strict=True, num_allocations=_ledger_allocations),
 }
 

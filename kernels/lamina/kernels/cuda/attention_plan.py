@@ -1,0 +1,135 @@
+"""Attention as calls: which kernel serves which sequences, and over how many blocks the keys are split.
+
+16-bit caches on cards with 16-bit tensor cores: one kernel for sequences with few queries per KV head (decode), one for
+the others (prefill); a step may need both. Everything else: the plain kernel.
+"""
+
+from dataclasses import dataclass
+
+from lamina.kernels.buffer import Buffer, DType, KvCache
+from lamina.kernels.cuda.kv_pages import KV_TYPES, pages_of
+from lamina.kernels.cuda.planner import Planner, Rows, address_of, ceil_div
+from lamina.kernels.cuda.policy import HALF_MMA
+from lamina.kernels.cuda.programs import program
+from lamina.kernels.cuda.workspace import MAX_SPLITS, max_attention_parts
+
+TILE_QUERIES = 16
+FEW_WARPS, MANY_WARPS, STAGE_PAGES, STAGES = 4, 8, 2, 2  # as in attention.cu
+PLAIN_WARPS = 4
+_ALL = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionArgs:
+    """The op's arguments."""
+
+    q: Buffer
+    cache: KvCache
+    positions: Buffer
+    row_starts: Buffer
+    block_table: Buffer
+    out: Buffer
+    scale: float
+    window: int
+    softcap: float
+    sinks: Buffer | None
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.q.num_columns // self.cache.key_dim // self.cache.num_kv_heads
+
+
+def plan_attention(planner: Planner, args: AttentionArgs) -> None:
+    """See the module docstring."""
+    rows = planner.rows_of(args.out)
+    planner.wrote(args.out)
+    if args.cache.dtype is DType.F32 or planner.device.compute_capability < HALF_MMA:
+        _plan_plain(planner, args, rows)
+        return
+    shape, group = planner.shape, args.group
+    few_queries = ceil_div(group, TILE_QUERIES) * TILE_QUERIES
+    has_many = not planner.one_row_each and rows.capacity * group > few_queries
+    has_few = not has_many or shape.num_seqs > 1
+    target = planner.offer(args.out, rows, halves_only=has_many)
+    if has_few:
+        _plan_few(planner, args, few_queries, few_queries if has_many else _ALL, target)
+    if has_many:
+        _plan_many(planner, args, rows, few_queries if has_few else 0, target)
+
+
+def choose_splits(num_units: int, num_multiprocessors: int) -> int:
+    """Blocks that share the keys of one (sequence, KV head, tile), so that long contexts fill the card at any batch."""
+    room = max_attention_parts(num_multiprocessors) // num_units
+    return max(1, min(MAX_SPLITS, room, ceil_div(4 * num_multiprocessors, num_units)))
+
+
+def _problem(
+    planner: Planner, args: AttentionArgs, num_splits: int, few_queries: int, partial: int, tickets: int
+) -> tuple[int | float, ...]:
+    """The Attention struct of attention.cuh."""
+    pages, sinks = pages_of(args.cache), args.sinks
+    return (
+        address_of(args.q),
+        pages.k_address,
+        pages.v_address,
+        address_of(args.positions),
+        address_of(args.row_starts),
+        address_of(args.block_table),
+        planner.counts_address() + 4,
+        0 if sinks is None else address_of(sinks),
+        address_of(args.out),
+        partial,
+        tickets,
+        args.q.row_stride,
+        args.out.row_stride,
+        args.block_table.row_stride,
+        args.cache.num_kv_heads,
+        args.group,
+        args.window,
+        num_splits,
+        few_queries,
+        args.scale,
+        args.softcap,
+    )
+
+
+def _defines(cache: KvCache) -> dict[str, str | int]:
+    return {"KV_TYPE": KV_TYPES[cache.dtype], "KEY_DIM": cache.key_dim, "VALUE_DIM": cache.value_dim}
+
+
+def _plan_few(
+    planner: Planner, args: AttentionArgs, queries_of_row: int, most_queries: int, target: tuple[int, ...]
+) -> None:
+    tiles = args.cache.num_kv_heads * queries_of_row // TILE_QUERIES
+    units = tiles * planner.shape.num_seqs
+    splits = choose_splits(units, planner.device.num_multiprocessors)
+    part_bytes = 4 * (TILE_QUERIES * args.cache.value_dim + 2 * TILE_QUERIES)
+    partial = tickets = 0
+    if splits > 1:
+        partial = planner.workspace.region("partial", units * splits * part_bytes).address
+        tickets = planner.workspace.region(
+            "tickets", 4 * max_attention_parts(planner.device.num_multiprocessors)
+        ).address
+    entry = program("attention.cu", "attend_few", **_defines(args.cache))
+    problem = _problem(planner, args, splits, most_queries, partial, tickets)
+    grid = (splits, tiles, planner.shape.num_seqs)
+    planner.call(entry, grid, 32 * FEW_WARPS, *problem, *target, shared_bytes=part_bytes)
+
+
+def _plan_many(planner: Planner, args: AttentionArgs, rows: Rows, few_queries: int, target: tuple[int, ...]) -> None:
+    cache = args.cache
+    tiles = ceil_div(rows.capacity * args.group, TILE_QUERIES * MANY_WARPS) + planner.shape.num_seqs - 1
+    shared_bytes = STAGES * STAGE_PAGES * 2 * 16 * (cache.key_dim + cache.value_dim)
+    entry = program("attention.cu", "attend_many", **_defines(cache))
+    problem = _problem(planner, args, 1, few_queries, 0, 0)
+    grid = (tiles, cache.num_kv_heads, 1)
+    planner.call(entry, grid, 32 * MANY_WARPS, *problem, *target, shared_bytes=shared_bytes)
+
+
+def _plan_plain(planner: Planner, args: AttentionArgs, rows: Rows) -> None:
+    cache = args.cache
+    grid = (rows.capacity, args.q.num_columns // cache.key_dim, 1)
+    problem = _problem(planner, args, 1, 0, 0, 0)
+    sizes = (KV_TYPES[cache.dtype], cache.key_dim, cache.value_dim, rows.count_address)
+    planner.call(program("attention_plain.cu", "attend_plain"), grid, 32 * PLAIN_WARPS, *problem, *sizes)

@@ -1,0 +1,100 @@
+"""What a card may do, decided from its compute capability alone: build, arithmetic, KV dtypes, graphs. Pure.
+
+Knows no torch and touches no device, so every rule is tested without a GPU.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from lamina.kernels.backend import Unsupported
+from lamina.kernels.buffer import DType
+
+ComputeCapability = tuple[int, int]
+
+OLDEST: ComputeCapability = (6, 1)  # dp4a
+BYTE_MMA: ComputeCapability = (7, 5)
+HALF_MMA: ComputeCapability = (8, 0)
+DEPENDENT_LAUNCH: ComputeCapability = (9, 0)
+
+
+class GraphMode(Enum):
+    """The operator's wish, per worker or for the cluster (C-14)."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphDecision:
+    """Whether to record steps as CUDA graphs, and why; `probe`: only if a trial proves equal and faster."""
+
+    enabled: bool
+    reason: str
+    probe: bool = False
+
+
+def graph_policy(cc: ComputeCapability, mode: GraphMode) -> GraphDecision:
+    """C-13: on from 7.0, a probe on 6.x, off below; `on` and `off` are obeyed."""
+    name = f"compute capability {cc[0]}.{cc[1]}"
+    if mode is GraphMode.OFF:
+        return GraphDecision(False, "switched off by configuration")
+    if mode is GraphMode.ON:
+        return GraphDecision(True, f"switched on by configuration ({name})")
+    if cc >= (7, 0):
+        return GraphDecision(True, f"{name} supports them")
+    if cc[0] == 6:
+        return GraphDecision(True, f"{name}: kept only if a trial is equal bit for bit and faster", probe=True)
+    return GraphDecision(False, f"{name} is below 6.0")
+
+
+def compute_dtype(cc: ComputeCapability) -> DType:
+    """What large matrix products multiply in: bf16 where native, f16 on tensor cores without it, else f32."""
+    if cc >= HALF_MMA:
+        return DType.BF16
+    return DType.F16 if cc[0] == 7 else DType.F32
+
+
+def kv_dtypes() -> frozenset[DType]:
+    """KV cache types with kernels, the same on every card."""
+    return frozenset({DType.F32, DType.F16, DType.BF16})
+
+
+def require_supported(
+    device: str, cc: ComputeCapability, torch_archs: Iterable[str], nvrtc_version: tuple[int, int]
+) -> None:
+    """Raise Unsupported, naming the card's capability and the build's, unless this build can run the card (B-08)."""
+    name = f"{device} has compute capability {cc[0]}.{cc[1]}"
+    if cc < OLDEST:
+        raise Unsupported(f"{name}; lamina needs {OLDEST[0]}.{OLDEST[1]} or later")
+    archs = tuple(torch_archs)
+    if not any(_arch_serves(arch, cc) for arch in archs):
+        raise Unsupported(f"{name}, the installed torch is built for {', '.join(archs)}; install {wheel_for(cc)}")
+    if nvrtc_version >= (13, 0) and cc < (7, 5):
+        version = ".".join(map(str, nvrtc_version))
+        raise Unsupported(f"{name}, the installed CUDA {version} compiles for 7.5 and later; install {wheel_for(cc)}")
+
+
+def wheel_for(cc: ComputeCapability) -> str:
+    """The packages that serve a card, as one would install them."""
+    if cc < (7, 5):
+        return "torch (index .../whl/cu126) and cupy-cuda12x"
+    return "torch (index .../whl/cu130) and cupy-cuda13x"
+
+
+def _arch_serves(arch: str, cc: ComputeCapability) -> bool:
+    """Whether code for `arch` runs on `cc`: machine code within its major version, PTX on anything later.
+
+    Architecture-specific code (sm_90a) runs on exactly its own card; family code (sm_100f) within its major version.
+    """
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
+    if match is None:
+        return False
+    kind, built, suffix = match[1], (int(match[2]), int(match[3])), match[4]
+    if suffix == "a":
+        return built == cc
+    if kind == "compute" and not suffix:
+        return built <= cc
+    return built[0] == cc[0] and built <= cc

@@ -1,0 +1,38 @@
+// What the attention kernels share: the problem, which rows a tile holds, and scores under the model's rules.
+#include "kv.cuh"
+
+// Rows of a sequence and the query heads of one KV head together form the "queries" m = row * group + head of a KV head.
+struct Attention {
+    const float* q;
+    const void* k;
+    const void* v;
+    const int* positions;
+    const int* row_starts;
+    const int* block_table;
+    const int* num_seqs;
+    const float* sinks;
+    float* out;
+    float* partial;
+    int* tickets;
+    int q_stride, out_stride, table_stride, num_kv_heads, group, window, num_splits, few_queries;
+    float scale, softcap;
+};
+
+// log2-scaled score after softcap; the softmax works with 2^x.
+DEVICE float score_of(const Attention& p, float dot) {
+    float score = dot * p.scale;
+    if (p.softcap > 0.f) score = p.softcap * tanhf(score / p.softcap);
+    return score * LOG2_E;
+}
+
+DEVICE bool visible(const Attention& p, int key, int position) {
+    return key <= position && (p.window <= 0 || position - key < p.window);
+}
+
+DEVICE int first_visible(const Attention& p, int position) {
+    return p.window > 0 ? max(position - p.window + 1, 0) : 0;
+}
+
+DEVICE const u8* page_at(const void* pages, int block, int num_heads, int head, int page_bytes) {
+    return static_cast<const u8*>(pages) + (static_cast<size_t>(block) * num_heads + head) * page_bytes;
+}

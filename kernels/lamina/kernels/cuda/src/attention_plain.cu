@@ -1,0 +1,71 @@
+// Paged attention without tensor cores: f32 caches, and cards before compute capability 8.0. Dimensions up to MAX_DIM.
+// One block per query row and head; its four warps share out the pages.
+#include "attention.cuh"
+
+constexpr int WARPS = 4, MAX_DIM = 256, PER_LANE = MAX_DIM / 32;
+
+DEVICE int sequence_of(const Attention& p, int row) {
+    for (int seq = 0; seq < *p.num_seqs; seq++)
+        if (row < p.row_starts[seq + 1]) return seq;
+    return -1;
+}
+
+// Lane l scores key l % 16 over half of the dimensions; both halves get the sum.
+DEVICE float page_score(const Attention& p, const float* q, const u8* keys, int type, int key_dim, int lane) {
+    const int token = lane % 16, begin = lane / 16 * (key_dim / 2);
+    float dot = 0.f;
+    for (int d = begin; d < begin + key_dim / 2; d++) dot += q[d] * kv_load(keys, type, key_index(token, d));
+    return dot + __shfl_xor_sync(FULL_WARP, dot, 16);
+}
+
+KERNEL __launch_bounds__(32 * WARPS)
+attend_plain(const Attention p, int type, int key_dim, int value_dim, const int* num_rows) {
+    __shared__ float q[MAX_DIM], sums[WARPS][MAX_DIM], highest[WARPS], totals[WARPS];
+    grid_release_dependents();
+    grid_wait();
+    const int row = blockIdx.x, query_head = blockIdx.y, head = query_head / p.group;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= *num_rows) return;
+    const int seq = sequence_of(p, row);
+    if (seq < 0) return;
+    for (int d = threadIdx.x; d < key_dim; d += blockDim.x)
+        q[d] = p.q[static_cast<size_t>(row) * p.q_stride + query_head * key_dim + d];
+    __syncthreads();
+    const int position = p.positions[row], element = type == KV_F32 ? 4 : 2;
+    float top = NEGATIVE_INFINITY, total = 0.f, o[PER_LANE] = {};
+    for (int page = first_visible(p, position) / PAGE_TOKENS + warp; page <= position / PAGE_TOKENS; page += WARPS) {
+        const int block = p.block_table[static_cast<size_t>(seq) * p.table_stride + page];
+        const u8* keys = page_at(p.k, block, p.num_kv_heads, head, key_dim * PAGE_TOKENS * element);
+        const u8* values = page_at(p.v, block, p.num_kv_heads, head, value_dim * PAGE_TOKENS * element);
+        float score = score_of(p, page_score(p, q, keys, type, key_dim, lane));
+        if (!visible(p, page * PAGE_TOKENS + lane % 16, position)) score = NEGATIVE_INFINITY;
+        const float raised = fmaxf(top, warp_max(score));
+        if (raised == NEGATIVE_INFINITY) continue;
+        const float kept = exp2f(top - raised), weight = exp2f(score - raised);
+        top = raised;
+        total = total * kept + warp_sum(weight) * 0.5f;  // both halves of the warp hold the 16 weights
+        for (int i = 0; i < PER_LANE; i++) o[i] *= kept;
+        for (int token = 0; token < PAGE_TOKENS; token++) {
+            const float w = __shfl_sync(FULL_WARP, weight, token);
+#pragma unroll
+            for (int i = 0; i < PER_LANE; i++)
+                if (lane + 32 * i < value_dim) o[i] += w * kv_load(values, type, value_index(token, lane + 32 * i));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) sums[warp][lane + 32 * i] = o[i];
+    if (lane == 0) {
+        highest[warp] = top;
+        totals[warp] = total;
+    }
+    __syncthreads();
+    float overall = p.sinks ? p.sinks[query_head] * LOG2_E : NEGATIVE_INFINITY;
+    for (int w = 0; w < WARPS; w++) overall = fmaxf(overall, highest[w]);
+    float all = p.sinks ? exp2f(p.sinks[query_head] * LOG2_E - overall) : 0.f;
+    for (int w = 0; w < WARPS; w++) all += totals[w] * exp2f(highest[w] - overall);
+    for (int d = threadIdx.x; d < value_dim; d += blockDim.x) {
+        float value = 0.f;
+        for (int w = 0; w < WARPS; w++) value += sums[w][d] * exp2f(highest[w] - overall);
+        p.out[static_cast<size_t>(row) * p.out_stride + query_head * value_dim + d] = value / all;
+    }
+}

@@ -1,0 +1,82 @@
+// What every kernel shares: reductions, and how a producer hands its result to the linear that comes next.
+#include "intrinsics.cuh"
+
+constexpr u32 FULL_WARP = 0xffffffffu;
+constexpr float LOG2_E = 1.4426950408889634f;
+#define NEGATIVE_INFINITY __uint_as_float(0xff800000u)
+
+DEVICE float warp_sum(float value) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(FULL_WARP, value, step);
+    return value;
+}
+
+DEVICE float warp_max(float value) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(FULL_WARP, value, step));
+    return value;
+}
+
+DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// -- activations in the form a linear reads. `kind`: NONE, BYTES (few rows, int8) or HALVES (many rows, 16 bits, cuBLAS).
+//
+//    BYTES, a chunk of 64 columns of row n at codes + (chunk * slots + n) * 64: lane t = 0..3 of a fragment finds its
+//    16 codes in one load: [t][block 0, 1][half 0, 1][4 consecutive columns], column = 32 block + 16 half + 4 t + j.
+//    scales[chunk * slots + n] = (d0, s0, d1, s1): d = max|x| / 127 of a block of 32, s = d * (sum of its codes).
+//    HALVES: row-major, `columns` per row.
+
+enum ActivationKind { NONE = 0, BYTES = 1, BF16S = 2, F16S = 3 };
+
+struct Activations {
+    u8* codes;
+    float* scales;
+    u16* halves;
+    int slots;
+    int columns;
+    int kind;
+};
+
+// All lanes of a warp call this, each with four consecutive columns 4 * quad .. 4 * quad + 3 of row n, consecutive lanes
+// with consecutive quads, the first lane's quad a multiple of 8. Columns beyond the row must be passed as zeros.
+DEVICE void hand_over(const Activations& to, int n, int quad, float x0, float x1, float x2, float x3) {
+    const int column = 4 * quad;
+    if (to.kind == BYTES) {
+        float largest = fmaxf(fmaxf(fabsf(x0), fabsf(x1)), fmaxf(fabsf(x2), fabsf(x3)));
+#pragma unroll
+        for (int step = 1; step < 8; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, step));
+        const float inverse = largest > 0.f ? 127.f / largest : 0.f;
+        const int q0 = __float2int_rn(x0 * inverse), q1 = __float2int_rn(x1 * inverse);
+        const int q2 = __float2int_rn(x2 * inverse), q3 = __float2int_rn(x3 * inverse);
+        int sum = q0 + q1 + q2 + q3;
+#pragma unroll
+        for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, step);
+        if (column >= ceil_div(to.columns, 64) * 64) return;
+        const size_t slot = static_cast<size_t>(column / 64) * to.slots + n;
+        const int block = (column / 32) & 1, half = (column / 16) & 1, t = quad & 3;
+        const u32 word = (q0 & 255) | (q1 & 255) << 8 | (q2 & 255) << 16 | static_cast<u32>(q3 & 255) << 24;
+        reinterpret_cast<u32*>(to.codes + slot * 64)[t * 4 + block * 2 + half] = word;
+        if ((quad & 7) == 0) {
+            const float d = largest / 127.f;
+            reinterpret_cast<float2*>(to.scales)[slot * 2 + block] = make_float2(d, d * sum);
+        }
+    } else if (to.kind >= BF16S && column < to.columns) {
+        u16* row = to.halves + static_cast<size_t>(n) * to.columns;
+        const u32 low = to.kind == BF16S ? pack_bf16s(x0, x1) : pack_halves(x0, x1);
+        const u32 high = to.kind == BF16S ? pack_bf16s(x2, x3) : pack_halves(x2, x3);
+        if (to.columns % 4 == 0) {
+            *reinterpret_cast<uint2*>(row + column) = make_uint2(low, high);
+        } else {
+            const u32 values[4] = {low & 0xffff, low >> 16, high & 0xffff, high >> 16};
+            for (int j = 0; j < 4 && column + j < to.columns; j++) row[column + j] = static_cast<u16>(values[j]);
+        }
+    }
+}
+
+DEVICE float activate(float gate, int gelu) {
+    if (gelu) {
+        const float inner = 0.7978845608028654f * gate * (1.f + 0.044715f * gate * gate);
+        return 0.5f * gate * (1.f + tanhf(inner));
+    }
+    return gate / (1.f + expf(-gate));
+}

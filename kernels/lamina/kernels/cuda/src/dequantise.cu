@@ -1,0 +1,115 @@
+// Packed weights back to plain numbers: whole slices for cuBLAS, and single rows as embeddings.
+#include "formats.cuh"
+
+enum Target { TO_F32 = 0, TO_BF16 = 2, TO_F16 = 3 };
+
+// Value of byte j of register r = 4 block + i.
+template <class F>
+DEVICE float value_of(const F& unit, int chunk, u32 word, int r, int j) {
+    const int h = r % 2, block = 2 * chunk + r / 4;
+    const int code = static_cast<int>(word << (24 - 8 * j)) >> 24;
+    if constexpr (F::SCALE_VALUES == 32) {
+        return unit.unit_scale(h) * (unit.scale(block, h) * code) + unit.unit_minimum(h) * unit.minimum(block, h);
+    } else {
+        return unit.unit_scale(h) * static_cast<float>(unit.scale(2 * block + (r % 4) / 2, h) * code);
+    }
+}
+
+template <>
+DEVICE float value_of<Q2_K>(const Q2_K& unit, int chunk, u32 word, int r, int j) {
+    const int h = r % 2, half_block = 4 * chunk + r / 2;
+    const int code = (word >> (8 * j)) & 255;
+    return unit.unit_scale(h) * static_cast<float>(unit.scale(half_block, h) * code) +
+           unit.unit_minimum(h) * static_cast<float>(unit.half_minimum(half_block, h));
+}
+
+// Column of byte 0 of register r of a lane.
+DEVICE int column_of(int first_chunk, int chunk, int r, int t) {
+    return (first_chunk + chunk) * 64 + (r / 4) * 32 + ((r % 4) / 2) * 16 + 4 * t;
+}
+
+DEVICE int row_at(int group, int local, int rows, int half) {
+    if (half == 0) return group * 16 + local < rows ? group * 16 + local : -1;
+    const int row = group * 8 + local % 8;
+    return row < half ? row + (local / 8) * half : -1;
+}
+
+DEVICE void store_quad(void* out, size_t at, int target, const float (&x)[4]) {
+    if (target == TO_F32) {
+        *reinterpret_cast<float4*>(static_cast<float*>(out) + at) = make_float4(x[0], x[1], x[2], x[3]);
+    } else {
+        const uint2 pair = target == TO_BF16 ? make_uint2(pack_bf16s(x[0], x[1]), pack_bf16s(x[2], x[3]))
+                                             : make_uint2(pack_halves(x[0], x[1]), pack_halves(x[2], x[3]));
+        *reinterpret_cast<uint2*>(static_cast<u16*>(out) + at) = pair;
+    }
+}
+
+// Groups first_group .. of a part to out [rows, columns], row-major, rows in the part's natural order. One warp per unit.
+// Rows of an interleaved part are numbered within the slice: [slice rows of part 0][slice rows of part 1].
+KERNEL __launch_bounds__(256)
+dequantise(const u8* packed, void* out, int first_group, int num_groups, int rows, int half, int chunks, int columns,
+           int target) {
+    grid_release_dependents();
+    grid_wait();
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int num_units = ceil_div(chunks, FORMAT::CHUNKS);
+    const int warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    const int group = warp / num_units, index = warp % num_units;
+    if (group >= num_groups) return;
+    FORMAT unit;
+    unit.load(packed + (static_cast<size_t>(first_group + group) * num_units + index) * FORMAT::UNIT_BYTES, lane);
+    const int first_row = first_group * (half ? 8 : 16);
+    const int slice_half = half ? min(half - first_row, num_groups * 8) : 0;
+    const int slice_rows = min(rows - first_row, num_groups * 16);
+#pragma unroll
+    for (int chunk = 0; chunk < FORMAT::CHUNKS; chunk++) {
+        u32 a[8];
+        unit.codes(chunk, a);
+#pragma unroll
+        for (int r = 0; r < 8; r++) {
+            const int column = column_of(index * FORMAT::CHUNKS, chunk, r, t);
+            const int row = row_at(group, g + 8 * (r % 2), slice_rows, slice_half);
+            if (row < 0 || column >= columns) continue;
+            float x[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) x[j] = value_of(unit, chunk, a[r], r, j);
+            store_quad(out, static_cast<size_t>(row) * columns + column, target, x);
+        }
+    }
+}
+
+// out[n] = scale * row tokens[n], if that row is one of this part's: first .. first + rows - 1 of the table's num_tokens.
+// A token outside the table gives NaN. Grid (units, rows), one warp a block: the lanes that hold the row store it.
+KERNEL __launch_bounds__(32)
+embed(const u8* packed, const int* tokens, const int* num_rows, float* out, int out_stride, int first, int rows, int half,
+      int num_tokens, int chunks, int columns, float scale) {
+    grid_release_dependents();
+    grid_wait();
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, n = blockIdx.y;
+    if (n >= *num_rows) return;
+    const int token = tokens[n];
+    const bool known = token >= 0 && token < num_tokens;
+    if (known ? token < first || token >= first + rows : first != 0) return;
+    const int row = known ? token - first : 0;
+    const int part = half ? row / half : 0, within = half ? row % half : row;
+    const int group = half ? within / 8 : within / 16;
+    const int local = half ? within % 8 + 8 * part : within % 16;
+    const int num_units = ceil_div(chunks, FORMAT::CHUNKS);
+    FORMAT unit;
+    unit.load(packed + (static_cast<size_t>(group) * num_units + blockIdx.x) * FORMAT::UNIT_BYTES, lane);
+    if (g != local % 8) return;
+#pragma unroll
+    for (int chunk = 0; chunk < FORMAT::CHUNKS; chunk++) {
+        u32 a[8];
+        unit.codes(chunk, a);
+#pragma unroll
+        for (int r = 0; r < 8; r++) {
+            const int column = column_of(blockIdx.x * FORMAT::CHUNKS, chunk, r, t);
+            if (r % 2 != local / 8 || column >= columns) continue;
+            float* to = out + static_cast<size_t>(n) * out_stride + column;
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                to[j] = known ? scale * value_of(unit, chunk, a[r], r, j) : __uint_as_float(0x7fc00000u);
+        }
+    }
+}

@@ -1,0 +1,299 @@
+// Everything that works on rows of float32 activations: norms, rope, cache writes, sums, gathers, argmax.
+#include "kv.cuh"
+
+// Columns 4 quad .. 4 quad + 3 of a row, zeros beyond its end.
+DEVICE float4 load_quad(const float* row, int quad, int columns) {
+    const int column = 4 * quad;
+    const float* at = row + column;
+    if (column + 4 <= columns && (reinterpret_cast<u64>(at) & 15) == 0) return *reinterpret_cast<const float4*>(at);
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (column < columns) x.x = at[0];
+    if (column + 1 < columns) x.y = at[1];
+    if (column + 2 < columns) x.z = at[2];
+    if (column + 3 < columns) x.w = at[3];
+    return x;
+}
+
+DEVICE void store_quad(float* row, int quad, int columns, float4 x) {
+    const int column = 4 * quad;
+    float* at = row + column;
+    if (column + 4 <= columns && (reinterpret_cast<u64>(at) & 15) == 0) {
+        *reinterpret_cast<float4*>(at) = x;
+        return;
+    }
+    if (column < columns) at[0] = x.x;
+    if (column + 1 < columns) at[1] = x.y;
+    if (column + 2 < columns) at[2] = x.z;
+    if (column + 3 < columns) at[3] = x.w;
+}
+
+// Quads of a row, rounded up so that whole warps take part in hand_over.
+DEVICE int padded_quads(int columns) { return ceil_div(columns, 128) * 32; }
+
+// What varies from step to step, for kernels to read.
+KERNEL __launch_bounds__(32) set_shape(int* counts, int num_rows, int num_seqs, int num_logit_rows) {
+    grid_release_dependents();
+    grid_wait();
+    if (threadIdx.x != 0) return;
+    counts[0] = num_rows;
+    counts[1] = num_seqs;
+    counts[2] = num_logit_rows;
+}
+
+// The activations of a linear. Grid (blocks, rows).
+KERNEL __launch_bounds__(256)
+prepare(const float* x, int stride, const int* num_rows, const Activations to) {
+    grid_release_dependents();
+    grid_wait();
+    const int n = blockIdx.y, quad = blockIdx.x * blockDim.x + threadIdx.x;
+    if (n >= *num_rows || quad >= padded_quads(to.columns)) return;
+    const float4 v = load_quad(x + static_cast<size_t>(n) * stride, quad, to.columns);
+    hand_over(to, n, quad, v.x, v.y, v.z, v.w);
+}
+
+DEVICE float block_sum(float value) {
+    __shared__ float warps[32];
+    value = warp_sum(value);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    return warp_sum(lane < blockDim.x / 32 ? warps[lane] : 0.f);
+}
+
+// One block a row; also hands the result over to the linear that comes next.
+KERNEL __launch_bounds__(512)
+rms_norm(const float* x, int x_stride, const float* weight, float* out, int out_stride, int columns, float eps,
+         const int* num_rows, const Activations to) {
+    grid_release_dependents();
+    grid_wait();
+    const int n = blockIdx.x, quads = padded_quads(columns);
+    if (n >= *num_rows) return;
+    const float* row = x + static_cast<size_t>(n) * x_stride;
+    float* to_row = out + static_cast<size_t>(n) * out_stride;
+    float squares = 0.f;
+    for (int quad = threadIdx.x; quad < quads; quad += blockDim.x) {
+        const float4 v = load_quad(row, quad, columns);
+        squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    }
+    const float scale = rsqrtf(block_sum(squares) / columns + eps);
+    for (int quad = threadIdx.x; quad < quads; quad += blockDim.x) {
+        const float4 v = load_quad(row, quad, columns), w = load_quad(weight, quad, columns);
+        const float4 y = make_float4(v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w);
+        store_quad(to_row, quad, columns, y);
+        hand_over(to, n, quad, y.x, y.y, y.z, y.w);
+    }
+}
+
+// One warp a group of columns (a norm per head). Grid (blocks of 8 groups, rows).
+KERNEL __launch_bounds__(256)
+rms_norm_groups(const float* x, int x_stride, const float* weight, float* out, int out_stride, int columns, int group_size,
+                float eps, const int* num_rows) {
+    grid_release_dependents();
+    grid_wait();
+    const int n = blockIdx.y, lane = threadIdx.x % 32, group = blockIdx.x * 8 + threadIdx.x / 32;
+    if (n >= *num_rows || group >= columns / group_size) return;
+    const float* from = x + static_cast<size_t>(n) * x_stride + group * group_size;
+    float* to = out + static_cast<size_t>(n) * out_stride + group * group_size;
+    float squares = 0.f;
+    for (int i = lane; i < group_size; i += 32) squares += from[i] * from[i];
+    const float scale = rsqrtf(warp_sum(squares) / group_size + eps);
+    for (int i = lane; i < group_size; i += 32) to[i] = from[i] * scale * weight[i];
+}
+
+struct Heads {
+    float* x;
+    int stride, num_heads;
+};
+
+struct Rotation {
+    const int* positions;
+    const float* inv_freq;  // [num_pairs]
+    int num_pairs, neox;
+    float magnitude;
+};
+
+struct Cache {
+    const int* slots;  // null: nothing is written
+    void* k;
+    void* v;
+    int num_heads, value_dim, type;
+};
+
+constexpr int MAX_PAIRS = 256;
+
+// Element pairs of a head: the first num_pairs rotate, the rest pass.
+DEVICE void pair_columns(const Rotation& rotation, int pair, int* first, int* second) {
+    const bool neox = rotation.neox && pair < rotation.num_pairs;
+    *first = neox ? pair : 2 * pair;
+    *second = neox ? pair + rotation.num_pairs : 2 * pair + 1;
+}
+
+DEVICE void rotate_head(const Heads& heads, const Rotation& rotation, const Cache& cache, const float2* turns, int n,
+                        int head_dim, int index, int slot) {
+    const int pairs = (head_dim + 1) / 2, head = index / pairs, pair = index % pairs;
+    int first, second;
+    pair_columns(rotation, pair, &first, &second);
+    float* x = heads.x + static_cast<size_t>(n) * heads.stride + head * head_dim;
+    float a = x[first], b = second < head_dim ? x[second] : 0.f;
+    if (pair < rotation.num_pairs) {
+        const float2 turn = turns[pair];  // cos, sin
+        const float rotated = a * turn.x - b * turn.y;
+        b = b * turn.x + a * turn.y;
+        a = rotated;
+        x[first] = a;
+        x[second] = b;
+    }
+    if (slot < 0) return;
+    const size_t page = (static_cast<size_t>(slot / PAGE_TOKENS) * cache.num_heads + head) * head_dim * PAGE_TOKENS;
+    kv_store(cache.k, cache.type, page + key_index(slot % PAGE_TOKENS, first), a);
+    kv_store(cache.k, cache.type, page + key_index(slot % PAGE_TOKENS, second), b);
+}
+
+// Rotates the heads of q and k in place and stores k and v, each part optional. One block a row.
+KERNEL __launch_bounds__(256)
+rope_and_store(const Heads q, const Heads k, const Heads v, const Rotation rotation, const Cache cache, int head_dim,
+               const int* num_rows) {
+    __shared__ float2 turns[MAX_PAIRS];
+    grid_release_dependents();
+    grid_wait();
+    const int n = blockIdx.x;
+    if (n >= *num_rows) return;
+    for (int pair = threadIdx.x; pair < rotation.num_pairs; pair += blockDim.x) {
+        float sine, cosine;
+        sincosf(static_cast<float>(rotation.positions[n]) * rotation.inv_freq[pair], &sine, &cosine);
+        turns[pair] = make_float2(cosine * rotation.magnitude, sine * rotation.magnitude);
+    }
+    __syncthreads();
+    const int pairs = (head_dim + 1) / 2;
+    for (int i = threadIdx.x; i < q.num_heads * pairs; i += blockDim.x)
+        rotate_head(q, rotation, cache, turns, n, head_dim, i, -1);
+    const int slot = cache.slots ? cache.slots[n] : -1;
+    for (int i = threadIdx.x; i < k.num_heads * pairs; i += blockDim.x)
+        rotate_head(k, rotation, cache, turns, n, head_dim, i, slot);
+    if (slot < 0) return;
+    for (int i = threadIdx.x; i < v.num_heads * cache.value_dim; i += blockDim.x) {
+        const int head = i / cache.value_dim, d = i % cache.value_dim;
+        const size_t page =
+            (static_cast<size_t>(slot / PAGE_TOKENS) * cache.num_heads + head) * cache.value_dim * PAGE_TOKENS;
+        kv_store(cache.v, cache.type, page + value_index(slot % PAGE_TOKENS, d), v.x[static_cast<size_t>(n) * v.stride + i]);
+    }
+}
+
+enum Flags { ACCUMULATE = 1, GATED = 2, GELU = 4 };
+
+// The end of a linear that cuBLAS multiplied: bias, gate, sum; hands over as well. Grid (blocks, rows).
+KERNEL __launch_bounds__(256)
+finish(const float* product, int product_stride, const float* bias, float* out, int out_stride, int columns, int half,
+       int flags, const int* num_rows, const Activations to) {
+    grid_release_dependents();
+    grid_wait();
+    const int n = blockIdx.y, quad = blockIdx.x * blockDim.x + threadIdx.x;
+    if (n >= *num_rows || quad >= padded_quads(columns)) return;
+    const float* from = product + static_cast<size_t>(n) * product_stride;
+    float4 y = load_quad(from, quad, columns);
+    float* values[4] = {&y.x, &y.y, &y.z, &y.w};
+    for (int j = 0; j < 4; j++) {
+        const int column = 4 * quad + j;
+        if (column >= columns) break;
+        if (bias) *values[j] += bias[column];
+        if (flags & GATED)
+            *values[j] = activate(*values[j], flags & GELU) * (from[half + column] + (bias ? bias[half + column] : 0.f));
+    }
+    float* row = out + static_cast<size_t>(n) * out_stride;
+    if (flags & ACCUMULATE) {
+        const float4 old = load_quad(row, quad, columns);
+        y = make_float4(y.x + old.x, y.y + old.y, y.z + old.z, y.w + old.w);
+    }
+    store_quad(row, quad, columns, y);
+    hand_over(to, n, quad, y.x, y.y, y.z, y.w);
+}
+
+// Grid (blocks, rows) for the three that follow.
+KERNEL __launch_bounds__(256)
+add(const float* x, int x_stride, const float* y, int y_stride, float* out, int out_stride, int columns,
+    const int* num_rows) {
+    grid_release_dependents();
+    grid_wait();
+    const int n = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (n >= *num_rows || i >= columns) return;
+    out[static_cast<size_t>(n) * out_stride + i] =
+        x[static_cast<size_t>(n) * x_stride + i] + y[static_cast<size_t>(n) * y_stride + i];
+}
+
+KERNEL __launch_bounds__(256) softcap(float* x, int stride, int columns, float cap, const int* num_rows) {
+    grid_release_dependents();
+    grid_wait();
+    const int n = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (n >= *num_rows || i >= columns) return;
+    float* at = x + static_cast<size_t>(n) * stride + i;
+    *at = cap * tanhf(*at / cap);
+}
+
+KERNEL __launch_bounds__(256)
+gather_rows(const float* x, int x_stride, const int* indices, float* out, int out_stride, int columns,
+            const int* num_rows) {
+    grid_release_dependents();
+    grid_wait();
+    const int n = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (n >= *num_rows || i >= columns) return;
+    out[static_cast<size_t>(n) * out_stride + i] = x[static_cast<size_t>(indices[n]) * x_stride + i];
+}
+
+constexpr u64 ANY_NAN = ~0ull;
+
+// Larger values, then smaller columns, have larger keys.
+DEVICE u64 argmax_key(float value, int column) {
+    const u32 bits = __float_as_uint(value + 0.f);  // -0 becomes 0, which it equals
+    const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return static_cast<u64>(ordered) << 32 | (0xffffffffu - static_cast<u32>(column));
+}
+
+struct RowMaximum {
+    u64 best;
+    int any_finite, num_done;
+};
+
+// Grid (blocks, rows); `maxima` [rows] must be zero and is left zero: the last block of a row decides and cleans up.
+KERNEL __launch_bounds__(256)
+argmax(const float* x, int stride, int columns, int* out, int out_stride, RowMaximum* maxima, const int* num_rows) {
+    __shared__ u64 bests[8];
+    __shared__ int finite[8];
+    grid_release_dependents();
+    grid_wait();
+    const int n = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (n >= *num_rows) return;
+    u64 best = 0;
+    int any_finite = 0;
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < columns; i += gridDim.x * blockDim.x) {
+        const float value = x[static_cast<size_t>(n) * stride + i];
+        const u64 key = value != value ? ANY_NAN : argmax_key(value, i);
+        if (key > best) best = key;
+        any_finite |= fabsf(value) <= 3.402823466e38f;
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+        const u64 other = __shfl_xor_sync(FULL_WARP, best, step);
+        if (other > best) best = other;
+        any_finite |= __shfl_xor_sync(FULL_WARP, any_finite, step);
+    }
+    if (lane == 0) {
+        bests[warp] = best;
+        finite[warp] = any_finite;
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    for (int i = 1; i < blockDim.x / 32; i++) {
+        if (bests[i] > best) best = bests[i];
+        any_finite |= finite[i];
+    }
+    RowMaximum* row = maxima + n;
+    atomicMax(&row->best, best);
+    atomicOr(&row->any_finite, any_finite);
+    __threadfence();
+    if (atomicAdd(&row->num_done, 1) != static_cast<int>(gridDim.x) - 1) return;
+    const u64 winner = atomicExch(&row->best, 0ull);
+    const int usable = atomicExch(&row->any_finite, 0);
+    atomicExch(&row->num_done, 0);
+    out[static_cast<size_t>(n) * out_stride] =
+        winner == ANY_NAN || !usable ? -1 : static_cast<int>(0xffffffffu - static_cast<u32>(winner));
+}

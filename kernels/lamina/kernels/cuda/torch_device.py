@@ -1,0 +1,210 @@
+"""A GPU through torch (memory, copies, cuBLAS), cupy (NVRTC and its cache on disk) and the driver (launches, graphs).
+
+The only module that imports torch and cupy. Everything runs on one stream of its own, so that other users of the
+process's default stream neither wait for it nor disturb it. One compute thread.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+
+import cupy
+import numpy as np
+import torch
+from cupy.cuda import nvrtc
+
+from lamina.kernels.backend import Unsupported
+from lamina.kernels.buffer import DType
+from lamina.kernels.cuda.device import Bytes, Call, ExecutableGraph, KernelCall, Matrix, Memory, ProductCall, Span
+from lamina.kernels.cuda.driver import Driver, load_driver
+from lamina.kernels.cuda.policy import DEPENDENT_LAUNCH, require_supported
+from lamina.kernels.cuda.programs import Program, packing_of, source_text
+from lamina.spec.errors import CapacityExceeded
+
+_TORCH_DTYPES = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}
+_DEFAULT_SHARED_BYTES = 48 << 10
+_COMPILER_THREADS = 8
+_OPTIONS = ("-std=c++17", "--diag-suppress=177")
+
+
+class _Kernel:
+    """A loaded entry point, and the buffer its arguments are packed into."""
+
+    def __init__(self, module: Any, program: Program) -> None:
+        packing = packing_of(program.file, program.function)
+        self._keep = module
+        self.function = int(module.get_function(program.function).kernel.ptr)
+        self.packing = packing
+        self.buffer = bytearray(packing.num_bytes)
+        base = ctypes.addressof((ctypes.c_char * packing.num_bytes).from_buffer(self.buffer))
+        self.arguments = (ctypes.c_void_p * len(packing.offsets))(*(base + offset for offset in packing.offsets))
+        self.allowed_shared_bytes = _DEFAULT_SHARED_BYTES
+
+
+class TorchDevice:
+    """The index-th GPU. Raises Unsupported if there is none, or if this build cannot run it (B-08)."""
+
+    arrays: ModuleType = torch
+
+    def __init__(self, index: int = 0) -> None:
+        num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if index >= num_devices:
+            raise Unsupported(f"cuda:{index} is not there: torch sees {num_devices} GPUs")
+        properties = torch.cuda.get_device_properties(index)
+        self.name = f"{properties.name} (cuda:{index})"
+        self.compute_capability = (int(properties.major), int(properties.minor))
+        require_supported(self.name, self.compute_capability, torch.cuda.get_arch_list(), nvrtc.getVersion())
+        self.num_multiprocessors = int(properties.multi_processor_count)
+        self._index = index
+        self._device = torch.device("cuda", index)
+        self._stream = torch.cuda.Stream(self._device)
+        self.bind_to_thread()
+        dependent_launch = self.compute_capability >= DEPENDENT_LAUNCH
+        self._driver = Driver(load_driver(), self._stream.cuda_stream, dependent_launch=dependent_launch)
+        self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._kernels: dict[Program, _Kernel] = {}
+        self._warm_up_cublas()
+
+    def _warm_up_cublas(self) -> None:
+        """Handle and workspace exist before anything is captured."""
+        with torch.cuda.stream(self._stream):
+            ones = torch.ones((16, 16), device=self._device)
+            torch.mm(ones, ones)
+        self.synchronize()
+
+    # -- memory
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """What the driver has free, and what torch holds but does not use."""
+        free, total = torch.cuda.mem_get_info(self._index)
+        held = torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
+        return free + held, total
+
+    def allocate(self, num_bytes: int) -> Memory:
+        try:
+            with torch.cuda.stream(self._stream):
+                tensor = torch.zeros(max(num_bytes, 1), dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:
+            free, _ = self.memory_bytes()
+            raise CapacityExceeded(
+                f"{num_bytes / 2**20:.1f} MiB do not fit on {self.name}: {free / 2**20:.1f} MiB free, in pieces"
+            ) from None
+        return Memory(int(tensor.data_ptr()), num_bytes, [tensor])
+
+    def release(self, memory: Memory) -> None:
+        memory.handle.clear()
+
+    def _view(self, span: Span) -> Any:
+        (tensor,) = span.memory.handle
+        return tensor.as_strided((span.num_rows, span.row_bytes), (span.pitch_bytes, 1), span.offset)
+
+    def upload(self, span: Span, values: Bytes) -> None:
+        with torch.cuda.stream(self._stream):
+            self._view(span).copy_(torch.from_numpy(np.ascontiguousarray(values)))
+
+    def download(self, span: Span) -> Bytes:
+        with torch.cuda.stream(self._stream):
+            return np.asarray(self._view(span).contiguous().cpu().numpy(), np.uint8)
+
+    def copy(self, source: Span, target: Span) -> None:
+        with torch.cuda.stream(self._stream):
+            self._view(target).copy_(self._view(source))
+
+    def array(self, values: Bytes) -> Any:
+        with torch.cuda.stream(self._stream):
+            return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+    def store(self, memory: Memory, offset: int, array: Any) -> None:
+        (tensor,) = memory.handle
+        with torch.cuda.stream(self._stream):
+            flat = array.reshape(-1)
+            tensor[offset : offset + flat.numel()].copy_(flat)
+
+    def alloc_pinned(self, num_bytes: int) -> Bytes:
+        return np.asarray(torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True).numpy())
+
+    # -- programs
+
+    def prepare(self, programs: Sequence[Program]) -> None:
+        """Compile what is missing, in parallel, and load it."""
+        missing = [program for program in dict.fromkeys(programs) if program not in self._kernels]
+        keys = {(program.file, program.options) for program in missing} - self._modules.keys()
+        if keys:
+            with ThreadPoolExecutor(_COMPILER_THREADS) as pool:
+                self._modules.update(zip(keys, pool.map(self._compile, keys), strict=True))
+        for program in missing:
+            self._kernels[program] = _Kernel(self._modules[program.file, program.options], program)
+
+    def _compile(self, key: tuple[str, tuple[str, ...]]) -> Any:
+        file, options = key
+        with cupy.cuda.Device(self._index):
+            module = cupy.RawModule(code=source_text(file), options=(*_OPTIONS, *options))
+            module.compile()
+        return module
+
+    # -- calls
+
+    def run(self, call: Call) -> None:
+        if isinstance(call, ProductCall):
+            self._multiply(call)
+            return
+        kernel = self._kernels.get(call.program)
+        if kernel is None:
+            self.prepare([call.program])
+            kernel = self._kernels[call.program]
+        if call.shared_bytes > kernel.allowed_shared_bytes:
+            self._driver.allow_shared_bytes(kernel.function, call.shared_bytes)
+            kernel.allowed_shared_bytes = call.shared_bytes
+        kernel.packing.pack_into(kernel.buffer, call.args)
+        self._driver.launch(kernel.function, call.grid, call.num_threads, call.shared_bytes, kernel.arguments)
+
+    def _multiply(self, call: ProductCall) -> None:
+        x, weight, out = self._matrix(call.x), self._matrix(call.weight).t(), self._matrix(call.out)
+        with torch.cuda.stream(self._stream):
+            if x.dtype is torch.float32:
+                if call.accumulate:
+                    torch.addmm(out, x, weight, out=out)
+                else:
+                    torch.mm(x, weight, out=out)
+            elif call.accumulate:
+                torch.addmm(out, x, weight, out_dtype=torch.float32, out=out)
+            else:
+                torch.mm(x, weight, out_dtype=torch.float32, out=out)
+
+    def _matrix(self, matrix: Matrix) -> Any:
+        (tensor,) = matrix.memory.handle
+        size = matrix.dtype.itemsize
+        end = matrix.offset + ((matrix.rows - 1) * matrix.stride + matrix.columns) * size
+        flat = tensor[matrix.offset : end].view(_TORCH_DTYPES[matrix.dtype])
+        return flat.as_strided((matrix.rows, matrix.columns), (matrix.stride, 1))
+
+    def capture(self, calls: Sequence[Call]) -> ExecutableGraph:
+        def launch_all() -> None:
+            for call in calls:
+                self.run(call)
+
+        self.prepare([call.program for call in calls if isinstance(call, KernelCall)])
+        return self._driver.capture(launch_all)
+
+    # -- order
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    def bind_to_thread(self) -> None:
+        torch.cuda.set_device(self._index)
+
+    def create_event(self) -> Any:
+        return torch.cuda.Event()
+
+    def record_event(self, event: Any) -> None:
+        event.record(self._stream)
+
+    def wait_event(self, event: Any) -> None:
+        event.synchronize()
+
+    def close(self) -> None:
+        """Unload nothing: modules and cuBLAS belong to the process."""
+        self.synchronize()
