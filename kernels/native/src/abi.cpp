@@ -2,7 +2,6 @@
 #include <cstdint>
 #include <exception>
 
-#include "half.h"
 #include "isa.h"
 #include "kv_layout.h"
 #include "team.h"
@@ -46,8 +45,13 @@ LAMINA_API size_t lamina_packed_bytes(int isa, int type, int64_t rows, int64_t c
 LAMINA_API size_t lamina_linear_scratch_bytes(int isa, int max_rows, int max_cols, int max_out) {
   return linear_scratch_bytes(static_cast<Isa>(isa), max_rows, max_cols, max_out);
 }
-LAMINA_API void lamina_pack(Team* team, const uint8_t* source, int64_t source_row_bytes, const PackedPart* target) {
-  team->pack(source, source_row_bytes, *target);
+// Packs rows [row_begin, row_end); `source` is where row 0 would lie. Bounds are multiples of kPackRows, or the end.
+LAMINA_API void lamina_pack(Team* team, const uint8_t* source, int64_t source_row_bytes, int64_t row_begin,
+                            int64_t row_end, const PackedPart* target) {
+  team->pack(source, source_row_bytes, row_begin, row_end, *target);
+}
+LAMINA_API void lamina_unpack_row(int isa, const PackedPart* part, int64_t row, float scale, float* out) {
+  unpack_row(static_cast<Isa>(isa), *part, row, scale, out);
 }
 
 LAMINA_API size_t lamina_attention_own_bytes(int key_dim, int value_dim) { return attention_own_bytes(key_dim, value_dim); }

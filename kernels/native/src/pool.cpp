@@ -13,7 +13,8 @@
 namespace lamina {
 namespace {
 
-constexpr uint32_t kStop = 0;  // a region of no threads tells the team to end
+constexpr uint32_t kNone = 0;      // no region yet
+constexpr uint32_t kStop = 0x100;  // a region of no threads tells the team to end
 constexpr int kBusyPolls = 200;      // without a pause: answers within a few ns when peers are close
 constexpr int kPausedPolls = 1000;   // some 20-70 us, depending on what a pause costs here
 constexpr int kYieldedPolls = 400;   // some 200 us more on a quiet machine; gives the core away on a busy one
@@ -117,7 +118,7 @@ void Pool::run(int num_threads, Task task, void* argument) {
 
 void Pool::work(int thread) {
   if (pin_) pin_to_core(thread);
-  uint32_t seen = kStop;
+  uint32_t seen = kNone;
   for (;;) {
     wait_for_change(region_, seen, parked_);
     seen = region_.load(std::memory_order_acquire);

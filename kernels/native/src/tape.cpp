@@ -52,15 +52,16 @@ void run_linear(Isa isa, const LinearOpArgs& args, int num_rows, Worker& worker)
   linear(isa, call, Region{worker.thread, worker.num_threads, barrier, &worker});
 }
 
-// The angle is reduced in double precision: float would lose half the digits at position 100,000.
+// The angle is the float32 product that models are trained with; it is reduced in double precision, since float would lose
+// half the digits at position 100,000.
 void rope_table(const RopeTableArgs& args, int num_rows, Worker& worker) {
   const Share share = share_of(worker, static_cast<int64_t>(num_rows) * args.pairs);
   for (int64_t item = share.begin; item < share.end; ++item) {
     const int64_t row = item / args.pairs, pair = item % args.pairs;
-    const double angle = static_cast<double>(*row_of<const int32_t>(args.positions, row)) * args.inv_freq[pair];
+    const float angle = static_cast<float>(*row_of<const int32_t>(args.positions, row)) * args.inv_freq[pair];
     float* cosine = args.table + row * 2 * args.pairs + pair;
-    cosine[0] = static_cast<float>(std::cos(angle) * args.magnitude);
-    cosine[args.pairs] = static_cast<float>(std::sin(angle) * args.magnitude);
+    cosine[0] = static_cast<float>(std::cos(static_cast<double>(angle)) * args.magnitude);
+    cosine[args.pairs] = static_cast<float>(std::sin(static_cast<double>(angle)) * args.magnitude);
   }
 }
 
@@ -176,18 +177,20 @@ Status Team::replay(const OpDesc* ops, int num_ops, const StepShape& shape, int 
   return static_cast<Status>(status_.load(std::memory_order_relaxed));
 }
 
-void Team::pack(const uint8_t* source, int64_t source_row_bytes, const PackedPart& target) {
+void Team::pack(const uint8_t* source, int64_t source_row_bytes, int64_t row_begin, int64_t row_end,
+                const PackedPart& target) {
   struct Job {
     Isa isa;
     const uint8_t* source;
-    int64_t source_row_bytes;
+    int64_t source_row_bytes, row_begin, row_end;
     const PackedPart& target;
-  } job{isa_, source, source_row_bytes, target};
+  } job{isa_, source, source_row_bytes, row_begin, row_end, target};
   const auto task = [](void* argument, int thread, int num_threads) {
     const Job& j = *static_cast<const Job*>(argument);
-    const int64_t groups = (j.target.rows + kPackRows - 1) / kPackRows;
-    const int64_t begin = groups * thread / num_threads * kPackRows, end = groups * (thread + 1) / num_threads * kPackRows;
-    const int64_t last = end < j.target.rows ? end : j.target.rows;
+    const int64_t groups = (j.row_end - j.row_begin + kPackRows - 1) / kPackRows;
+    const int64_t begin = j.row_begin + groups * thread / num_threads * kPackRows;
+    const int64_t end = j.row_begin + groups * (thread + 1) / num_threads * kPackRows;
+    const int64_t last = end < j.row_end ? end : j.row_end;
     if (begin < last) pack_rows(j.isa, j.source, j.source_row_bytes, begin, last, j.target);
   };
   pool_.run(pool_.num_threads(), task, &job);
