@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.rpc_worker import filters
+from lamina.rpc_worker.grammar import GrammarCompiler, GrammarMatcher
+from lamina.spec.errors import InvalidRequest, LaminaError
 from lamina.spec.ids import SeqId
 from lamina.spec.step import AddSequence, FinishReason, SampledToken
 
@@ -23,6 +25,8 @@ class _SequenceState:
     history: list[int]
     num_generated: int
     ended: bool = False
+    matcher: GrammarMatcher | None = None
+    failure: str = ""  # why its grammar cannot be used
     bias_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     bias: Logits = field(default_factory=lambda: np.zeros(0, np.float32))
 
@@ -30,14 +34,17 @@ class _SequenceState:
     def is_plain_greedy(self) -> bool:
         """Whether argmax of the raw logits is the answer."""
         p = self.add.sampling
-        return p.temperature <= 0 and p.num_logprobs < 0 and not len(self.bias_ids) and not filters.has_penalties(p)
+        has_changes = len(self.bias_ids) or filters.has_penalties(p) or self.add.grammar
+        return p.temperature <= 0 and p.num_logprobs < 0 and not has_changes
 
 
 class Sampler:
     """Samples one token for each row of logits."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, grammars: GrammarCompiler | None = None) -> None:
+        """`grammars` serves sequences that have one; without it those end with an error."""
         self._vocab_size = vocab_size
+        self._grammars = grammars
         self._sequences: dict[SeqId, _SequenceState] = {}
 
     def add(self, add: AddSequence) -> None:
@@ -46,6 +53,8 @@ class Sampler:
         biased = {token: bias for token, bias in add.sampling.logit_bias.items() if token < self._vocab_size}
         state.bias_ids = np.fromiter(biased.keys(), np.int64, len(biased))
         state.bias = np.fromiter(biased.values(), np.float32, len(biased))
+        if add.grammar:
+            self._compile_grammar(state)
         self._sequences[add.seq] = state
 
     def remove(self, seq: SeqId) -> None:
@@ -72,13 +81,16 @@ class Sampler:
             if state is None or state.ended:
                 sampled.append(SampledToken(seq, pos, 0))
             elif not np.isfinite(best_values[i]):
-                state.ended = True
-                cause = f"NumericalError: the logits for position {pos} are not finite"
-                sampled.append(SampledToken(seq, pos, 0, finish=FinishReason.ERROR, error=cause))
+                sampled.append(_fail(state, pos, f"NumericalError: the logits for position {pos} are not finite"))
+            elif state.failure:
+                sampled.append(_fail(state, pos, state.failure))
             elif state.is_plain_greedy:
                 sampled.append(self._advance(state, pos, int(best[i])))
             else:
-                sampled.append(self._sample_row(state, pos, logits[i]))
+                try:
+                    sampled.append(self._sample_row(state, pos, logits[i]))
+                except LaminaError as error:
+                    sampled.append(_fail(state, pos, f"{type(error).__name__}: {error}"))
         return tuple(sampled)
 
     def _sample_row(self, state: _SequenceState, pos: int, raw: Logits) -> SampledToken:
@@ -86,6 +98,8 @@ class Sampler:
         logits = raw.astype(np.float32, copy=True)
         logits[state.bias_ids] += state.bias
         filters.apply_penalties(logits, state.history, state.num_generated, params)
+        if state.matcher is not None:
+            logits[~state.matcher.mask(state.add.stop_ids)] = -np.inf
         if params.temperature <= 0:
             token = int(logits.argmax())
         else:
@@ -106,12 +120,27 @@ class Sampler:
         state.history.append(token)
         state.num_generated += 1
         finish = None
-        if token in state.add.stop_ids:
+        if token in state.add.stop_ids or (state.matcher is not None and state.matcher.consume(token)):
             finish = FinishReason.STOP
         elif state.num_generated >= state.add.max_tokens:
             finish = FinishReason.LENGTH
         state.ended = finish is not None
         return SampledToken(state.add.seq, pos, token, logprob, top, finish)
+
+    def _compile_grammar(self, state: _SequenceState) -> None:
+        """A grammar that fails ends its own sequence, at its first token."""
+        generated = state.history[len(state.history) - state.num_generated :]
+        try:
+            if self._grammars is None:
+                raise InvalidRequest("this stage cannot follow grammars")
+            state.matcher = self._grammars.compile(state.add.grammar, generated)
+        except LaminaError as error:
+            state.failure = f"{type(error).__name__}: {error}"
+
+
+def _fail(state: _SequenceState, pos: int, cause: str) -> SampledToken:
+    state.ended = True
+    return SampledToken(state.add.seq, pos, 0, finish=FinishReason.ERROR, error=cause)
 
 
 def uniform(seed: int, choice: int, position: int) -> float:

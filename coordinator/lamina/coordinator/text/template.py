@@ -21,8 +21,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lamina.coordinator.text.tokenizer import DEFAULT_MAX_INPUT_CHARS, Tokenizer
-from lamina.coordinator.text.vocabulary import read_optional
 from lamina.spec.errors import InvalidCheckpoint, InvalidRequest
+from lamina.spec.vocabulary import read_optional
 
 # What a file without a template gets, as in llama.cpp.
 CHATML = (

@@ -13,14 +13,14 @@ from typing import TypeAlias
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from lamina.coordinator.text.vocabulary import (
+from lamina.spec.errors import InvalidCheckpoint, InvalidRequest, UnsupportedModel
+from lamina.spec.vocabulary import (
     Vocabulary,
     char_of_byte,
     read_optional,
     read_strings,
     read_vocabulary,
 )
-from lamina.spec.errors import InvalidCheckpoint, InvalidRequest, UnsupportedModel
 
 DEFAULT_MAX_INPUT_CHARS = 1 << 20  # costs up to 3 s and 400 MB, and is more than 128k tokens of any prose
 

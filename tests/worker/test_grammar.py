@@ -1,0 +1,144 @@
+"""Grammars on the last stage: what may be sampled, when a sequence is complete, what happens after a re-plan."""
+
+import json
+from collections.abc import Callable
+
+import llguidance
+import numpy as np
+import pytest
+
+from lamina.coordinator.text.tokenizer import Tokenizer
+from lamina.rpc_worker.grammar import GrammarCompiler
+from lamina.rpc_worker.sampler import Sampler
+from lamina.spec.errors import InvalidRequest
+from lamina.spec.gguf import read_gguf
+from lamina.spec.ids import SeqId
+from lamina.spec.sampling import SamplingParams
+from lamina.spec.step import AddSequence, FinishReason, SampledToken
+from support.models import smollm2_path
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+# Random logits would fill any space between tokens with as many blanks as they may.
+GRAMMAR: str = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_pattern": "[ ]{1,2}"})
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_metadata(read_gguf(smollm2_path()).metadata, "smollm2")
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(read_gguf(smollm2_path()).metadata, "smollm2", tokenizer.vocab_size)
+
+
+def generate(
+    sampler: Sampler, add: AddSequence, logits_of: Callable[[int], np.ndarray], max_tokens: int = 80
+) -> list[SampledToken]:
+    sampler.add(add)
+    made: list[SampledToken] = []
+    start = len(add.history_ids)
+    while not made or (made[-1].finish is None and len(made) < max_tokens):
+        logits = logits_of(len(made)).astype(np.float32)[None, :]
+        made += sampler.sample([(add.seq, start + len(made))], logits)
+    return made
+
+
+def make_add(seq: int, grammar: str, stop_ids: frozenset[int], **changes: object) -> AddSequence:
+    values: dict[str, object] = {
+        "sampling": SamplingParams(temperature=1.0, seed=seq),
+        "history_ids": (5, 6, 7),
+        "max_tokens": 200,
+    }
+    return AddSequence(seq=SeqId(seq), stop_ids=stop_ids, grammar=grammar, **{**values, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_the_logits_the_output_follows_the_schema(
+    seed: int, tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    """B-30: random logits under a schema give a document that the schema accepts, and STOP right at its end."""
+    random = np.random.default_rng(seed)
+    sampler = Sampler(tokenizer.vocab_size, compiler)
+    made = generate(
+        sampler,
+        make_add(seed, GRAMMAR, tokenizer.eos_ids),
+        lambda _: random.normal(0, 3, tokenizer.vocab_size),
+    )
+    assert made[-1].finish is FinishReason.STOP
+    document = json.loads(tokenizer.decode([token.token for token in made]))
+    assert set(document) == {"name", "age"}
+    assert isinstance(document["name"], str)
+    assert 0 <= document["age"] <= 99
+
+
+def test_greedy_takes_the_best_allowed_token(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """Greedy under a grammar is argmax among the allowed tokens, and the sequence stops where nothing may follow."""
+    capital, word = (tokenizer.encode(text, add_special=False, parse_special=False)[0] for text in ("Hello", "the"))
+    row = np.zeros(tokenizer.vocab_size)
+    row[capital], row[word] = 9.0, 5.0
+    grammar = llguidance.LLMatcher.grammar_from_regex("[a-z]{3}")
+    add = make_add(1, grammar, tokenizer.eos_ids, sampling=SamplingParams())
+    made = generate(Sampler(tokenizer.vocab_size, compiler), add, lambda _: row)
+    assert [(token.token, token.finish) for token in made] == [(word, FinishReason.STOP)]
+
+
+def test_after_a_replan_the_grammar_goes_on_where_it_was(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """A-41: preempted anywhere, a sequence that comes back with its output as history goes on with the same tokens."""
+    rows = np.random.default_rng(3).normal(0, 3, (80, tokenizer.vocab_size))
+    sampler = Sampler(tokenizer.vocab_size, compiler)
+    whole = [sample.token for sample in generate(sampler, make_add(1, GRAMMAR, tokenizer.eos_ids), lambda i: rows[i])]
+    for cut in range(1, len(whole)):
+        add = make_add(1, GRAMMAR, tokenizer.eos_ids, history_ids=(5, 6, 7, *whole[:cut]), num_generated=cut)
+        made = generate(sampler, add, lambda place, cut=cut: rows[cut + place])  # type: ignore[misc]
+        assert [sample.token for sample in made] == whole[cut:]
+        assert made[-1].finish is FinishReason.STOP
+
+
+def test_the_end_token_is_allowed_where_the_text_may_end_and_only_there(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    """A string of at least two letters: eos is refused before, taken after."""
+    matcher = compiler.compile(llguidance.LLMatcher.grammar_from_regex("a{2,9}"), [])
+    eos, letter = max(tokenizer.eos_ids), tokenizer.encode("a", add_special=False, parse_special=False)[0]
+    allowed = []
+    for _ in range(3):
+        allowed.append(bool(matcher.mask(tokenizer.eos_ids)[eos]))
+        assert not matcher.consume(letter)
+    assert allowed == [False, False, True]
+
+
+def test_a_grammar_that_fails_ends_its_own_sequence_only(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """A broken grammar is an ERROR with a reason for that sequence; its neighbour in the step goes on."""
+    sampler = Sampler(tokenizer.vocab_size, compiler)
+    sampler.add(make_add(1, '{"grammars": [{"json_schema": {"type": "nonsense"}}]}', tokenizer.eos_ids))
+    sampler.add(make_add(2, "", tokenizer.eos_ids, sampling=SamplingParams()))
+    logits = np.zeros((2, tokenizer.vocab_size), np.float32)
+    logits[:, 77] = 1.0
+    broken, sound = sampler.sample([(SeqId(1), 3), (SeqId(2), 3)], logits)
+    assert broken.finish is FinishReason.ERROR
+    assert "InvalidRequest" in broken.error
+    assert "nonsense" in broken.error
+    assert (sound.token, sound.finish) == (77, None)
+
+
+def test_no_control_token_can_be_part_of_a_document(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """Control tokens have no text in a grammar: inside a JSON string none is allowed, not even as characters."""
+    matcher = compiler.compile(GRAMMAR, tokenizer.encode('{"name": "A', add_special=False, parse_special=False))
+    allowed = matcher.mask(())
+    assert allowed.any()
+    assert not any(allowed[token] for token in tokenizer.vocabulary.guarded_ids)
+
+
+def test_a_refused_token_is_an_error(compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile(GRAMMAR, [])
+    with pytest.raises(InvalidRequest, match="grammar failed"):
+        matcher.consume(77)
