@@ -7,7 +7,7 @@ from operator import attrgetter
 from lamina.coordinator.engine.policy import SchedulerConfig
 from lamina.coordinator.engine.sequence import Phase, Sequence
 from lamina.spec.ids import StepId
-from lamina.spec.step import AddSequence, SeqSlice
+from lamina.spec.step import BLOCK_TOKENS, AddSequence, SeqSlice
 
 _by_last_step = attrgetter("last_step")
 
@@ -15,10 +15,11 @@ _by_last_step = attrgetter("last_step")
 class Batch:
     """The slices of one step so far, and what the step has left of each limit."""
 
-    __slots__ = ("adds", "logits_left", "rows_left", "seqs_left", "slices", "step")
+    __slots__ = ("_chunk_tokens", "adds", "logits_left", "rows_left", "seqs_left", "slices", "step")
 
     def __init__(self, step: StepId, config: SchedulerConfig) -> None:
         self.step = step
+        self._chunk_tokens = config.prefill_chunk_tokens
         self.slices: list[SeqSlice] = []
         self.adds: list[AddSequence] = []
         self.rows_left = config.max_rows
@@ -29,6 +30,17 @@ class Batch:
     def has_room(self) -> bool:
         """Whether another slice fits."""
         return self.rows_left > 0 and self.seqs_left > 0
+
+    def chunk_end(self, seq: Sequence) -> int:
+        """Where the sequence's next prefill chunk ends; on a block boundary, unless it is the last or falls short."""
+        total = len(seq.tokens)
+        end = min(total, seq.pos + min(self._chunk_tokens, self.rows_left))
+        if end == total and not self.logits_left:
+            end -= 1
+        if end == total:
+            return end
+        boundary = end - end % BLOCK_TOKENS
+        return boundary if boundary > seq.pos else end
 
     def add_chunk(self, piece: SeqSlice) -> None:
         """Append a slice of any kind."""
@@ -55,31 +67,21 @@ class RunningSet:
     def __len__(self) -> int:
         return len(self.prefilling) + len(self.decoding) + len(self.closing)
 
-    def ready_decodes(self, step: StepId, lanes: int) -> tuple[list[Sequence], int]:
-        """(decoding sequences that may be in `step`, how many of them it should take) if they take turns in so many
-        lanes: one that is in the last `lanes` - 1 steps waits for its next turn.
+    def next_decodes(self, step: StepId, lanes: int, *, may_stall: bool = False) -> tuple[list[Sequence], int]:
+        """(decoding sequences that may be in `step`, how many of them it should take) if they take turns in `lanes`.
 
-        The share keeps the lanes equal: a fair part of all, and of those which are left for the lanes of this turn.
+        One that is in the last `lanes` - 1 steps waits for its next turn, unless nobody is ready and `may_stall`. The
+        share keeps the lanes equal: a fair part of all, and of those that are left for the other lanes of this turn.
         """
         order = list(self.decoding)
         if lanes <= 1 or not order:
             return order, len(order)
-        num_ready = bisect_right(order, step - lanes, key=_by_last_step)
-        num_taken_lanes = len({seq.last_step for seq in order[num_ready:]})
-        fair, rest = -(-len(order) // lanes), -(-num_ready // (lanes - num_taken_lanes))
-        return order[:num_ready], min(fair, rest)
-
-    def fallback_decodes(self, step: StepId, num_stages: int) -> tuple[list[Sequence], int]:
-        """The same for a step that has nothing else to do, so that stage 0 may as well wait for its input.
-
-        Fewer sequences than stages have a lane each: they run one step ahead. If none is ready even so (they ended
-        their prefill in one step, say), a fair share starts over.
-        """
-        lanes = min(num_stages, len(self.decoding))
-        ready, share = self.ready_decodes(step, lanes)
-        if ready or not lanes:
-            return ready, share
-        return list(self.decoding), -(-len(self.decoding) // lanes)
+        horizon: int = step - lanes
+        if may_stall:
+            horizon = max(horizon, order[0].last_step)
+        num_ready = bisect_right(order, horizon, key=_by_last_step)
+        num_lanes_left = lanes - len({seq.last_step for seq in order[num_ready:]})
+        return order[:num_ready], min(-(-len(order) // lanes), -(-num_ready // num_lanes_left))
 
     def start_prefill(self, seq: Sequence, index: int) -> None:
         """An admitted sequence, at its place among the prefilling ones."""

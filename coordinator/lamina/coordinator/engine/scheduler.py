@@ -124,11 +124,12 @@ class Scheduler:
         step, config = self._next_step, self.config
         if step - self._done_step > config.max_outstanding:
             return None
-        batch = Batch(step, config)
-        self._plan_decodes(batch, *self._running.ready_decodes(step, config.num_stages))
+        batch, running = Batch(step, config), self._running
+        self._plan_decodes(batch, *running.next_decodes(step, config.num_stages))
         self._plan_prefills(batch, now)
-        if not batch.slices:
-            self._plan_decodes(batch, *self._running.fallback_decodes(step, config.num_stages))
+        if not batch.slices:  # stage 0 has nothing better to do than to wait for a sample
+            lanes = min(config.num_stages, len(running.decoding))
+            self._plan_decodes(batch, *running.next_decodes(step, lanes, may_stall=True))
         if not batch.slices:
             return None
         self._next_step = StepId(step + 1)
@@ -164,11 +165,8 @@ class Scheduler:
                     finish = finish or FinishReason.LENGTH
                 if not pos % BLOCK_TOKENS:
                     self._ledger.publish(seq, pos)
-            events.append(
-                TokenEvent(
-                    record.request_id, sampled.token, sampled.logprob, sampled.top_logprobs, finish, sampled.error
-                )
-            )
+            logprob, top = sampled.logprob, sampled.top_logprobs
+            events.append(TokenEvent(record.request_id, sampled.token, logprob, top, finish, sampled.error))
             if finish is not None:
                 record.finished_s = now
                 self._end(seq)
@@ -320,7 +318,7 @@ class Scheduler:
             ledger.adopt(seq)
             if ledger.awaited_block(seq) in coming:
                 return
-        pos, end = seq.pos, self._chunk_end(seq, batch)
+        pos, end = seq.pos, batch.chunk_end(seq)
         if end > pos and ledger.grow(seq, end):
             if is_new:
                 self._introduce(seq, batch, now)
@@ -333,17 +331,6 @@ class Scheduler:
             ledger.publish(seq, end)  # later steps, and this one, run after the write on every stage
         if (place := ledger.coming_block(seq)) is not None:
             coming.add(place)
-
-    def _chunk_end(self, seq: Sequence, batch: Batch) -> int:
-        """Where its next chunk ends: on a block boundary if it is not the last one and gets that far."""
-        total = len(seq.tokens)
-        end = min(total, seq.pos + min(self.config.prefill_chunk_tokens, batch.rows_left))
-        if end == total and not batch.logits_left:
-            end -= 1
-        if end == total:
-            return end
-        boundary = end - end % BLOCK_TOKENS
-        return boundary if boundary > seq.pos else end
 
     def _introduce(self, seq: Sequence, batch: Batch, now: float) -> None:
         """The sequence's first slice is in this step."""

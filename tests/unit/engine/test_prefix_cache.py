@@ -1,0 +1,99 @@
+"""The prefix index alone: context, tenants, collisions, order of eviction."""
+
+import pytest
+
+from lamina.coordinator.engine.block_pool import BlockPool, BlockState
+from lamina.coordinator.engine.prefix_cache import Place, PrefixCache, PrefixNode, TokenBlock
+
+A: TokenBlock = tuple(range(16))
+B: TokenBlock = tuple(range(16, 32))
+C: TokenBlock = tuple(range(32, 48))
+
+
+@pytest.fixture
+def pool() -> BlockPool:
+    return BlockPool((8,))
+
+
+@pytest.fixture
+def cache(pool: BlockPool) -> PrefixCache:
+    return PrefixCache(pool)
+
+
+def insert(cache: PrefixCache, pool: BlockPool, place: Place, tokens: TokenBlock) -> PrefixNode:
+    """A new node with one user."""
+    assert cache.find(place, tokens) is None
+    return cache.insert(place, tokens, pool.allocate())
+
+
+def test_equal_blocks_in_other_contexts_never_alias(cache: PrefixCache, pool: BlockPool) -> None:
+    """A-45: the same 16 tokens after another parent are another node with another block."""
+    a, b = insert(cache, pool, "", A), insert(cache, pool, "", B)
+    after_a, after_b = insert(cache, pool, a, C), insert(cache, pool, b, C)
+    assert cache.find("", C) is None
+    assert cache.find(a, C) is after_a
+    assert cache.find(b, C) is after_b
+    assert after_a.block.ids != after_b.block.ids
+
+
+def test_another_root_has_no_hit(cache: PrefixCache, pool: BlockPool) -> None:
+    """B-22: the same tokens under another salt are not found."""
+    insert(cache, pool, "tenant-1", A)
+    assert cache.find("tenant-2", A) is None
+    assert cache.find("", A) is None
+
+
+def test_colliding_hashes_are_told_apart_by_the_tokens(cache: PrefixCache, pool: BlockPool) -> None:
+    """B-23: -1 and -2 have one hash in CPython, and so have tuples that differ in them only."""
+    first, second = (-1, *A[1:]), (-2, *A[1:])
+    assert hash(first) == hash(second)
+    node = insert(cache, pool, "", first)
+    assert cache.find("", second) is None
+    other = insert(cache, pool, "", second)
+    assert cache.find("", first) is node
+    assert cache.find("", second) is other
+
+
+def test_eviction_takes_the_least_recently_used_leaf(cache: PrefixCache, pool: BlockPool) -> None:
+    """Two chains, the older one used again: the younger one goes first, from its leaf up."""
+    a = insert(cache, pool, "", A)
+    a_b = insert(cache, pool, a, B)
+    c = insert(cache, pool, "", C)
+    c_b = insert(cache, pool, c, B)
+    for node in (a_b, a, c_b, c):
+        cache.leave(node)
+    cache.hold(a)
+    cache.hold(a_b)
+    assert cache.num_unused == 2
+    cache.leave(a_b)
+    cache.leave(a)
+    evicted = []
+    for _ in range(4):
+        cache.evict()
+        evicted.append([node for node in (a, a_b, c, c_b) if node.block.state is BlockState.UNALLOCATED])
+    assert [nodes[-1] for nodes in evicted[:1]] == [c_b]
+    assert evicted[1] == [c, c_b]
+    assert evicted[2] == [a_b, c, c_b]
+    assert evicted[3] == [a, a_b, c, c_b]
+    assert pool.num_free == pool.num_blocks
+    assert cache.find("", A) is cache.find("", C) is None
+
+
+def test_nodes_in_use_are_never_evicted(cache: PrefixCache, pool: BlockPool) -> None:
+    """With a user on every node there is nothing to evict; a shared one goes with its last user only."""
+    a = insert(cache, pool, "", A)
+    cache.hold(a)
+    cache.leave(a)
+    with pytest.raises(KeyError):
+        cache.evict()
+    cache.leave(a)
+    cache.evict()
+    assert cache.find("", A) is None
+
+
+def test_roots_of_tenants_that_left_are_forgotten(cache: PrefixCache, pool: BlockPool) -> None:
+    """Salts come from requests: what is kept of them must not grow."""
+    for i in range(100):
+        cache.leave(insert(cache, pool, f"tenant-{i}", A))
+        cache.evict()
+    assert not cache._roots
