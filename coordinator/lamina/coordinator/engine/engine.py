@@ -6,11 +6,11 @@ cancellation), and a step's answer.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 from lamina.coordinator.cluster.pipeline import Pipeline
 from lamina.coordinator.engine.scheduler import Scheduler
-from lamina.coordinator.engine.sequence import RequestId, SequenceRequest, TokenEvent
+from lamina.coordinator.engine.sequence import RequestId, RequestRecord, SequenceRequest, TokenEvent
 from lamina.spec.errors import LaminaError, WorkerLost
 
 Clock = Callable[[], float]
@@ -23,7 +23,7 @@ class Engine:
         self.scheduler = scheduler
         self._pipeline = pipeline
         self._clock = clock
-        self._streams: dict[RequestId, asyncio.Queue[TokenEvent | LaminaError]] = {}
+        self._streams: dict[RequestId, TokenStream] = {}
         self._failure: LaminaError | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -31,30 +31,29 @@ class Engine:
         """Begin to absorb answers."""
         self._task = asyncio.create_task(self._absorb_forever())
 
-    async def submit(self, request: SequenceRequest) -> AsyncIterator[TokenEvent]:
-        """The request's tokens as they come; closing the iterator early cancels it and frees its blocks.
+    @property
+    def failure(self) -> LaminaError | None:
+        """What ended the pipeline, None while it runs."""
+        return self._failure
 
-        Raises InvalidRequest or CapacityExceeded when it cannot be taken, WorkerLost and others when the pipeline ends.
+    def submit(self, request: SequenceRequest) -> "TokenStream":
+        """Queue a request. Iterate the stream to its end, or close it.
+
+        Raises InvalidRequest or CapacityExceeded when it cannot be taken, and what ended the pipeline.
         """
         if self._failure is not None:
             raise self._failure
         id_ = self.scheduler.add(request, self._clock())
-        events: asyncio.Queue[TokenEvent | LaminaError] = asyncio.Queue()
-        self._streams[id_] = events
+        stream = TokenStream(self.scheduler.record(id_), self._end_stream)
+        self._streams[id_] = stream
         self._issue()
-        try:
-            finished = False
-            while not finished:
-                event = await events.get()
-                if isinstance(event, LaminaError):
-                    raise event
-                finished = event.finish is not None
-                yield event
-        finally:
-            del self._streams[id_]
-            if not finished and self._failure is None:
-                self.scheduler.cancel(id_)
-                self._issue()
+        return stream
+
+    def _end_stream(self, id_: RequestId, finished: bool) -> None:
+        del self._streams[id_]
+        if not finished and self._failure is None:
+            self.scheduler.cancel(id_)
+            self._issue()
 
     async def close(self, *, unload: bool = True) -> None:
         """Stop, end the step streams, and free the stages if asked."""
@@ -78,7 +77,7 @@ class Engine:
                 for event in self.scheduler.absorb(done, self._clock()):
                     stream = self._streams.get(event.request_id)
                     if stream is not None:
-                        stream.put_nowait(event)
+                        stream.put(event)
                 self._issue()
         except LaminaError as error:
             self._fail(error)
@@ -89,4 +88,40 @@ class Engine:
     def _fail(self, error: LaminaError) -> None:
         self._failure = error
         for stream in self._streams.values():
-            stream.put_nowait(error)
+            stream.put(error)
+
+
+class TokenStream:
+    """The tokens of one request as they come. Closing it early cancels the request and frees its blocks."""
+
+    def __init__(self, record: RequestRecord, on_end: Callable[[RequestId, bool], None]) -> None:
+        self.record = record
+        self._on_end: Callable[[RequestId, bool], None] | None = on_end
+        self._events: asyncio.Queue[TokenEvent | LaminaError] = asyncio.Queue()
+
+    def put(self, event: TokenEvent | LaminaError) -> None:
+        """What the engine has to say; an error ends the stream."""
+        self._events.put_nowait(event)
+
+    def __aiter__(self) -> "TokenStream":
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        if self._on_end is None:
+            raise StopAsyncIteration
+        event = await self._events.get()
+        if isinstance(event, LaminaError):
+            self._end(finished=False)
+            raise event
+        if event.finish is not None:
+            self._end(finished=True)
+        return event
+
+    async def aclose(self) -> None:
+        """Want no more; the request is cancelled unless it has ended."""
+        self._end(finished=False)
+
+    def _end(self, *, finished: bool) -> None:
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(self.record.request_id, finished)
