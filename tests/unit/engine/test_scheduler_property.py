@@ -109,8 +109,8 @@ class ServingMachine(RuleBasedStateMachine):
 
 TestServing = ServingMachine.TestCase
 TestServing.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
+    max_examples=100,
+    stateful_step_count=50,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
