@@ -109,7 +109,7 @@ class ServingMachine(RuleBasedStateMachine):
 
 TestServing = ServingMachine.TestCase
 TestServing.settings = settings(
-    max_examples=100,
+    max_examples=60,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

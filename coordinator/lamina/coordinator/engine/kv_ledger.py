@@ -45,7 +45,7 @@ class KvLedger:
     @property
     def usage_ratio(self) -> float:
         """Share of the pool in the tables of sequences; what is only cached does not count."""
-        return 1.0 - (self._pool.num_free + self._cache.num_unused) / self._pool.num_blocks
+        return (self._pool.num_blocks - self._pool.num_free - self._cache.num_unused) / self._pool.num_blocks
 
     def cost(self, seq: Sequence, num_positions: int) -> int:
         """Blocks that admission would take out of the slack: blocks in use by others are shared at no cost."""
