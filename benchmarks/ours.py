@@ -1,0 +1,143 @@
+"""lamina as a contestant: an engine over worker processes, as `coordinator` runs it, without the HTTP server.
+
+python benchmarks/ours.py       contestant on standard input and output; `load` names the workers
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from contest import STREAM_PROMPT_TOKENS, random_ids, serve_commands
+
+from lamina.coordinator.engine.engine import Engine
+from lamina.coordinator.engine.sequence import SequenceRequest
+from lamina.coordinator.model_file import ModelFile, open_model_file
+from lamina.coordinator.session import Session, SessionSettings, SplitChoice, open_session
+from lamina.spec.address import parse_address
+from lamina.spec.model import LayerRange, stage_tensor_names
+from lamina.spec.placement import StageSettings
+from lamina.spec.sampling import SamplingParams
+
+_CACHE_TOKENS = 8192
+_MAX_CONTEXT = 8192
+
+
+def balanced_ranges(model: ModelFile, num_stages: int) -> tuple[LayerRange, ...]:
+    """The contiguous split whose largest stage reads the fewest bytes for a token (head and layers, no embedding)."""
+    spec, tensors = model.spec, model.tensors
+
+    def read_bytes(layers: LayerRange) -> int:
+        names = stage_tensor_names(spec, layers, tensors)
+        looked_up = {"token_embd.weight"} if layers.stop < spec.num_layers else set()
+        return sum(tensors[name].num_bytes for name in names if name not in looked_up)
+
+    best: dict[tuple[int, int], tuple[int, tuple[LayerRange, ...]]] = {(0, 0): (0, ())}
+    for stage in range(1, num_stages + 1):
+        for stop in range(stage, spec.num_layers + 1):
+            options = []
+            for start in range(stage - 1, stop):
+                if (stage - 1, start) in best:
+                    largest, ranges = best[stage - 1, start]
+                    layers = LayerRange(start, stop)
+                    options.append((max(largest, read_bytes(layers)), (*ranges, layers)))
+            best[stage, stop] = min(options, key=lambda option: option[0])
+    return best[num_stages, spec.num_layers][1]
+
+
+class Ours:
+    """One session on an event loop of its own thread, which runs between commands too: gRPC's keepalive needs it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._stack = AsyncExitStack()
+        self._session: Session | None = None
+
+    def load(
+        self, model: str, workers: Sequence[str], kv_dtype: str = "f16", chunk_tokens: int = 0
+    ) -> dict[str, object]:
+        """Bring the model up over the workers, split so that each reads about the same number of bytes."""
+        file = open_model_file(Path(model))
+        ranges = balanced_ranges(file, len(workers))
+        settings = SessionSettings(
+            workers=tuple(parse_address(worker) for worker in workers),
+            split=SplitChoice(ranges=ranges),
+            stage=StageSettings(max_context=min(_MAX_CONTEXT, file.spec.context_length), kv_dtype=kv_dtype),
+            num_tokens=_CACHE_TOKENS,
+        )
+        opening = open_session(file, settings, lambda _: None, lambda _: None)
+        self._session = self._run(self._stack.enter_async_context(opening))
+        return {"split": [str(layers) for layers in ranges]}
+
+    def prefill(self, num_tokens: int, salt: int) -> float:
+        """Tokens per second until the prompt's first token arrives."""
+        return float(self._run(self._prefill(random_ids(num_tokens, salt))))
+
+    def decode(self, depth: int, num_tokens: int, salt: int) -> float:
+        """Tokens per second of the `num_tokens` that follow the first one after a prompt of `depth` tokens."""
+        return float(self._run(self._decode(random_ids(max(1, depth), salt), num_tokens)))
+
+    def streams(self, num_streams: int, num_tokens: int, salt: int) -> float:
+        """Tokens per second in all while every one of `num_streams` sequences decodes."""
+        prompts = [random_ids(STREAM_PROMPT_TOKENS, salt * 1000 + i) for i in range(num_streams)]
+        return float(self._run(self._streams(prompts, num_tokens)))
+
+    def close(self) -> None:
+        """Unload."""
+        self._run(self._stack.aclose())
+
+    @property
+    def _engine(self) -> Engine:
+        if self._session is None:
+            raise RuntimeError("nothing is loaded")
+        return self._session.engine
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _generate(self, ids: Sequence[int], max_tokens: int) -> AsyncIterator[float]:
+        """The arrival time of each token."""
+        request = SequenceRequest(tuple(ids), SamplingParams(), frozenset(), max_tokens)
+        async for event in self._engine.submit(request):
+            if event.error:
+                raise RuntimeError(event.error)
+            yield time.perf_counter()
+
+    async def _prefill(self, ids: Sequence[int]) -> float:
+        start = time.perf_counter()
+        times = [at async for at in self._generate(ids, 1)]
+        return len(ids) / (times[0] - start)
+
+    async def _decode(self, ids: Sequence[int], num_tokens: int) -> float:
+        times = [at async for at in self._generate(ids, num_tokens + 1)]
+        return num_tokens / (times[-1] - times[0])
+
+    async def _streams(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
+        async def collect(ids: Sequence[int]) -> list[float]:
+            return [at async for at in self._generate(ids, num_tokens + 1)]
+
+        return common_rate(await asyncio.gather(*(collect(ids) for ids in prompts)))
+
+
+def common_rate(streams: Sequence[Sequence[float]]) -> float:
+    """Tokens per second over the time in which every stream has had its first token and none its last."""
+    begin = max(times[0] for times in streams)
+    end = min(times[-1] for times in streams)
+    if end <= begin:
+        raise RuntimeError("the streams did not overlap: more tokens or fewer streams are needed")
+    return sum(begin < at <= end for times in streams for at in times) / (end - begin)
+
+
+def main() -> None:
+    """A contestant."""
+    ours = Ours()
+    serve_commands({name: getattr(ours, name) for name in ("load", "prefill", "decode", "streams")})
+    ours.close()
+
+
+if __name__ == "__main__":
+    main()
