@@ -27,8 +27,60 @@ from lamina.wire.version import own_version
 _log = logging.getLogger(__name__)
 _SERVICE = "lamina.v1.Worker"
 _GRACE_S = 2.0
+_STOP_DEADLINE_S = 10.0
 # A compute thread in Python must not hold the interpreter for the default 5 ms while a frame waits.
 _SWITCH_INTERVAL_S = 0.0005
+
+
+class Daemon:
+    """A serving worker. Built by `start`; `stop` undoes it in reverse order."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        devices: tuple[DeviceThread, ...],
+        registry: StageRegistry,
+        server: grpc.aio.Server,
+        checks: health.aio.HealthServicer,
+    ) -> None:
+        self.settings = settings
+        self.devices = devices
+        self.registry = registry
+        self._server = server
+        self._checks = checks
+
+    @classmethod
+    async def start(cls, settings: WorkerSettings) -> "Daemon":
+        """Bind, start the devices, serve. `settings.listen` of the result names the port that was really taken.
+
+        Raises InvalidConfig (port in use), CapacityExceeded, Unsupported.
+        """
+        server = grpc.aio.server(options=server_options())
+        settings = replace(settings, listen=_bind(server, settings.listen))
+        devices = tuple([await _start_device(name, settings) for name in settings.devices])
+        registry = StageRegistry(settings, devices)
+        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(settings, devices, registry), server)
+        checks = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+        await server.start()
+        await checks.set("", health_pb2.HealthCheckResponse.SERVING)
+        await checks.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        return cls(settings, devices, registry, server, checks)
+
+    async def stop(self) -> None:
+        """Tell everybody, end the streams, free the stages, end the threads.
+
+        A device that is deep in a step is not waited for longer than a deadline: its thread ends with the process.
+        """
+        await self._checks.enter_graceful_shutdown()
+        self.registry.end_all()
+        await self._server.stop(_GRACE_S)
+        try:
+            async with asyncio.timeout(_STOP_DEADLINE_S):
+                await self.registry.close()
+                await asyncio.gather(*(device.stop() for device in self.devices))
+        except TimeoutError:
+            _log.warning("a device is still busy after %g s; leaving it behind", _STOP_DEADLINE_S)
 
 
 async def run_worker(settings: WorkerSettings) -> None:
@@ -38,27 +90,13 @@ async def run_worker(settings: WorkerSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    server = grpc.aio.server(options=server_options())
-    # From here on the settings name the port that was really taken.
-    settings = replace(settings, listen=_bind(server, settings.listen))
-    devices = tuple(_start_device(name, settings) for name in settings.devices)
-    registry = StageRegistry(settings, devices)
-    worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(settings, devices, registry), server)
-    checks = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    daemon = await Daemon.start(settings)
     try:
-        await server.start()
-        await checks.set("", health_pb2.HealthCheckResponse.SERVING)
-        await checks.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
-        _announce(settings, devices)
-        await _until_stopped(stop, settings)
-        _log.info("stopping")
-        await checks.enter_graceful_shutdown()
+        _announce(daemon.settings, daemon.devices)
+        await _until_stopped(stop, daemon.settings)
     finally:
-        await server.stop(_GRACE_S)
-        await registry.close()
-        for device in devices:
-            device.stop()
+        _log.info("stopping")
+        await daemon.stop()
 
 
 async def _until_stopped(stop: asyncio.Event, settings: WorkerSettings) -> None:
@@ -78,9 +116,11 @@ async def _until_stopped(stop: asyncio.Event, settings: WorkerSettings) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _start_device(name: str, settings: WorkerSettings) -> DeviceThread:
+async def _start_device(name: str, settings: WorkerSettings) -> DeviceThread:
     backend = create_backend(name, threads=settings.num_threads, max_memory_bytes=settings.max_memory_bytes)
-    return DeviceThread(backend, f"compute-{name}")
+    device = DeviceThread(backend, f"compute-{name}")
+    await device.start()
+    return device
 
 
 def _bind(server: grpc.aio.Server, listen: Address) -> Address:

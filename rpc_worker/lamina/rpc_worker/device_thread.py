@@ -20,8 +20,8 @@ class DeviceThread:
         self.backend = backend
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def post(self, fn: Callable[[], Result], on_done: Callable[[Result | Exception], None]) -> None:
         """Run `fn` on the thread; `on_done` gets its result or exception on the loop, in order."""
@@ -50,16 +50,30 @@ class DeviceThread:
         self.post(fn, settle)
         return await future
 
-    def stop(self) -> None:
-        """Finish what is queued, close the backend, end the thread."""
+    async def start(self) -> None:
+        """Make the device current on the thread. Raises what the backend raises."""
+        await self.call(self.backend.bind_to_thread)
+
+    async def stop(self) -> None:
+        """Finish what is queued, close the backend, end the thread. Raises what closing raises."""
         self._queue.put(None)
-        self._thread.join(timeout=30)
+        await asyncio.shield(self._ended)
 
     def _run(self) -> None:
-        self.backend.bind_to_thread()
         while (job := self._queue.get()) is not None:
             job()
-        self.backend.close()
+        failure: Exception | None = None
+        try:
+            self.backend.close()
+        except Exception as error:  # raised where the thread is stopped
+            failure = error
+        self._call_loop(lambda: self._end(failure))
+
+    def _end(self, failure: Exception | None) -> None:
+        if failure is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(failure)
 
     def _call_loop(self, fn: Callable[[], None]) -> None:
         try:

@@ -13,6 +13,7 @@ import grpc
 
 from lamina.spec.address import Address
 from lamina.spec.errors import LaminaError, WorkerLost
+from lamina.spec.step import MAX_RUN_AHEAD
 from lamina.v1 import step_pb2 as pb
 from lamina.v1 import worker_pb2_grpc
 from lamina.wire.channel import connect
@@ -21,6 +22,7 @@ from lamina.wire.status import error_from_rpc
 OPEN_DEADLINE_S = 10.0
 _PING_BYTES = 8192
 _NUM_PINGS = 5
+_MAX_QUEUED = 2 * MAX_RUN_AHEAD
 
 Lost = Callable[[LaminaError], None]
 
@@ -68,6 +70,7 @@ class GrpcLink:
         self._queue: asyncio.Queue[pb.FramesRequest] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None  # held, or it might be collected before it has run
         self.rtt_s = 0.0
 
     @classmethod
@@ -82,51 +85,54 @@ class GrpcLink:
                 await call.write(pb.FramesRequest(open=opening))
                 await link._expect("opened")
                 link.rtt_s = await link._measure_rtt()
-        except grpc.aio.AioRpcError as error:
+        except BaseException as error:
             await channel.close()
-            raise error_from_rpc(error, who) from None
-        except TimeoutError:
-            await channel.close()
-            raise WorkerLost(f"{who}: the edge was not accepted within {OPEN_DEADLINE_S:g} s") from None
+            if isinstance(error, grpc.aio.AioRpcError):
+                raise error_from_rpc(error, who) from None
+            if isinstance(error, TimeoutError):
+                raise WorkerLost(f"{who}: the edge was not accepted within {OPEN_DEADLINE_S:g} s") from None
+            raise
         link._tasks = [asyncio.create_task(link._write()), asyncio.create_task(link._watch())]
         return link
 
     def send(self, message: pb.FramesRequest) -> None:
-        """Queue a message; the stream's own flow control and MAX_RUN_AHEAD bound what waits here."""
-        self._queue.put_nowait(message)
+        """Queue a message; a peer that takes none for MAX_RUN_AHEAD steps is given up."""
+        if self._queue.qsize() >= _MAX_QUEUED:
+            self._lose(WorkerLost(f"{self._who}: has taken nothing of the last {_MAX_QUEUED} messages"))
+        else:
+            self._queue.put_nowait(message)
 
     async def close(self) -> None:
         """End the stream and the channel."""
         self._closed = True
+        self._call.cancel()
         for task in self._tasks:
             task.cancel()
-        self._call.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.close()
 
     async def _write(self) -> None:
         try:
             while True:
                 await self._call.write(await self._queue.get())
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            self._lose(error)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # `_watch` sees the same end, and its reason
 
     async def _watch(self) -> None:
-        """Notice the stream's end also when nothing is being sent."""
+        """Notice the stream's end, also when nothing is being sent."""
         try:
             while await self._call.read() is not grpc.aio.EOF:
                 pass
-            self._lose(None)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            self._lose(error)
+            self._lose(WorkerLost(f"{self._who}: closed the edge"))
+        except grpc.aio.AioRpcError as error:
+            self._lose(error_from_rpc(error, self._who))
 
-    def _lose(self, error: Exception | None) -> None:
+    def _lose(self, error: LaminaError) -> None:
         if self._closed:
             return
         self._closed = True
-        if isinstance(error, grpc.aio.AioRpcError):
-            self._on_lost(error_from_rpc(error, self._who))
-        else:
-            self._on_lost(WorkerLost(f"{self._who}: closed the edge"))
+        self._on_lost(error)
+        self._closing = asyncio.create_task(self.close())
 
     async def _expect(self, kind: str) -> pb.FramesResponse:
         response = await self._call.read()

@@ -19,7 +19,8 @@ from lamina.rpc_worker.rope import inverse_frequencies
 from lamina.rpc_worker.weights import LayerWeights, StageWeights
 from lamina.spec.checkpoint import TensorIndex, TensorInfo
 from lamina.spec.errors import InvalidCheckpoint
-from lamina.spec.model import AttentionSpec, LayerRange, LayerSpec, ModelSpec
+from lamina.spec.model import AttentionSpec, LayerRange, LayerSpec, ModelSpec, companion_names
+from lamina.spec.quant import GgmlType
 
 Progress = Callable[[int], None]  # bytes read so far
 _CHUNK_BYTES = 16 * 2**20  # progress and cancellation are looked at between chunks
@@ -42,13 +43,17 @@ class TensorReader:
             os.close(descriptor)
 
     def read(self, tensor: TensorInfo) -> HostTensor:
-        """The tensor's raw blocks. Raises InvalidCheckpoint if the file ends early."""
+        """The tensor's raw blocks. Raises InvalidCheckpoint if the file ends early or cannot be read."""
         data = np.empty(tensor.num_bytes, np.uint8)
         view = data.data
         done = 0
         while done < tensor.num_bytes:
             piece = view[done : done + _CHUNK_BYTES]
-            got = os.preadv(self._descriptor(tensor.file), [piece], tensor.offset_bytes + done)
+            try:
+                got = os.preadv(self._descriptor(tensor.file), [piece], tensor.offset_bytes + done)
+            except OSError as error:
+                cause = error.strerror or str(error)
+                raise InvalidCheckpoint(f"{tensor.file}: tensor {tensor.name} cannot be read: {cause}") from None
             if got == 0:
                 raise InvalidCheckpoint(
                     f"{tensor.file}: tensor {tensor.name} ends after {done} of {tensor.num_bytes} bytes; copy it again"
@@ -130,11 +135,23 @@ class StageLoader:
 
     def _linear(self, *names: str, biases: Sequence[str] = ()) -> Weight:
         bias = np.concatenate([self._vector(name) for name in biases]) if biases else None
-        parts = [self._reader.read(self._tensors[name]) for name in names]
+        parts = [self._read(name) for name in names]
         return self._backend.load_weight(parts, bias)
 
     def _vector(self, name: str) -> NDArray[np.float32]:
-        return dequantize(self._reader.read(self._tensors[name])).reshape(-1)
+        return dequantize(self._read(name)).reshape(-1)
+
+    def _read(self, name: str) -> HostTensor:
+        """The tensor, multiplied by the scale that may lie beside it (NVFP4); as float32 then.
+
+        An `input_scale` is for activations quantised to NVFP4, which no backend does, and is not read.
+        """
+        tensor = self._reader.read(self._tensors[name])
+        scale_name, _ = companion_names(name)
+        if scale_name not in self._tensors:
+            return tensor
+        values = dequantize(tensor) * self._vector(scale_name)[0]
+        return HostTensor(GgmlType.F32, tensor.rows, tensor.cols, values.view(np.uint8))
 
     def _norm(self, name: str) -> Buffer:
         return self._upload(self._vector(name))

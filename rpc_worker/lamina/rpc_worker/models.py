@@ -36,8 +36,8 @@ def open_model(path: Path, expected_digest: str) -> OpenedModel:
     """Read the header and compare the digest. Raises InvalidCheckpoint if it is another file, UnsupportedModel."""
     file = read_gguf(path)
     digest = model_digest(file)
-    if expected_digest and digest != expected_digest:
+    if digest != expected_digest:
         raise InvalidCheckpoint(
-            f"{path} is not the coordinator's model: its digest is {digest[:12]}, {expected_digest[:12]} is wanted"
+            f"{path} is not the coordinator's model: its digest is {digest[:12]}, {expected_digest[:12]!r} is wanted"
         )
     return OpenedModel(file, model_spec(file, digest))

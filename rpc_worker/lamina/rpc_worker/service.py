@@ -12,9 +12,9 @@ from lamina.rpc_worker.describe import device_profile, stage_message
 from lamina.rpc_worker.device_thread import DeviceThread
 from lamina.rpc_worker.settings import WorkerSettings
 from lamina.rpc_worker.stage_registry import LoadRequest, StageRegistry
-from lamina.rpc_worker.stage_runtime import StageKey, StageRuntime
+from lamina.rpc_worker.stage_runtime import Responses, StageKey, StageRuntime
 from lamina.spec.address import parse_address
-from lamina.spec.errors import InvalidPlan, InvalidRequest, InvalidSplit, LaminaError
+from lamina.spec.errors import InvalidPlan, InvalidRequest, InvalidSplit, LaminaError, Unavailable
 from lamina.spec.ids import DeviceId, Epoch, PlacementId, WorkerName
 from lamina.spec.model import LayerRange
 from lamina.v1 import step_pb2 as pb
@@ -91,6 +91,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             num_groups = len(runtime.spec.cache_groups)
             if len(num_blocks) != num_groups or min(num_blocks, default=0) < 1:
                 raise InvalidRequest(f"{num_groups} numbers of blocks >= 1 are wanted, got {list(num_blocks)}")
+            if runtime.is_controlled:
+                raise Unavailable(f"stage {request.stage} is running steps; its cache cannot be replaced now")
             await runtime.device.call(lambda: runtime.stage.allocate_cache(num_blocks))
         except LaminaError as error:
             await abort(context, error)
@@ -104,10 +106,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 raise InvalidRequest(
                     f"stage {request.stage} is followed by {runtime.key.next_index}, not {request.next_stage}"
                 )
-            link = await self._registry.link(runtime, parse_address(request.next_address))
+            rtt_s = await self._registry.link(runtime, parse_address(request.next_address))
         except LaminaError as error:
             await abort(context, error)
-        return wpb.LinkStageResponse(peer=request.next_address, rtt_s=link.rtt_s)
+        return wpb.LinkStageResponse(peer=request.next_address, rtt_s=rtt_s)
 
     async def Unload(self, request: wpb.UnloadRequest, context: Context) -> wpb.UnloadResponse:  # noqa: N802
         """Free a placement's stages; unknown ones are nothing to complain about."""
@@ -119,30 +121,28 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> None:
         """The coordinator's stream: commands in, answers out; its end is the epoch's end."""
         try:
-            opening = await anext(requests, None)
-            if opening is None or opening.WhichOneof("body") != "open":
-                raise InvalidPlan("a Steps stream begins with `open`")
-            runtime = self._registry.get(opening.open.placement, opening.open.epoch, opening.open.stage)
-            if opening.open.settings_digest != runtime.settings.digest():
-                raise InvalidRequest("the coordinator's stage settings differ from those this stage was loaded with")
+            runtime = await self._opened_stage(requests)
             responses = runtime.attach_controller()
         except LaminaError as error:
             await abort(context, error)
-        await context.write(pb.StepsResponse(opened=pb.StepsOpened()))
-        writer = asyncio.create_task(_write_responses(responses, context))
+        reading = asyncio.create_task(_read_commands(runtime, requests, responses))
         try:
-            await self._read_commands(runtime, requests)
+            await context.write(pb.StepsResponse(opened=pb.StepsOpened()))
+            while (response := await responses.get()) is not None:
+                await context.write(response)
         finally:
-            writer.cancel()
-            await asyncio.shield(runtime.detach_controller())
+            reading.cancel()
+            await asyncio.shield(runtime.end())
+            await asyncio.gather(reading, return_exceptions=True)
 
-    async def _read_commands(self, runtime: StageRuntime, requests: AsyncIterator[pb.StepsRequest]) -> None:
-        num_groups = len(runtime.spec.cache_groups)
-        async for message in requests:
-            try:
-                runtime.handle_command(command_from_message(message, num_groups))
-            except LaminaError as error:
-                runtime.fail(error)
+    async def _opened_stage(self, requests: AsyncIterator[pb.StepsRequest]) -> StageRuntime:
+        opening = await anext(requests, None)
+        if opening is None or opening.WhichOneof("body") != "open":
+            raise InvalidPlan("a Steps stream begins with `open`")
+        runtime = self._registry.get(opening.open.placement, opening.open.epoch, opening.open.stage)
+        if opening.open.settings_digest != runtime.settings.digest():
+            raise InvalidRequest("the coordinator's stage settings differ from those this stage was loaded with")
+        return runtime
 
     async def Frames(  # type: ignore[override] # noqa: N802
         self, requests: AsyncIterator[pb.FramesRequest], context: Context
@@ -166,9 +166,19 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await abort(context, error)
 
 
-async def _write_responses(responses: "asyncio.Queue[pb.StepsResponse | None]", context: Context) -> None:
-    while (response := await responses.get()) is not None:
-        await context.write(response)
+async def _read_commands(runtime: StageRuntime, requests: AsyncIterator[pb.StepsRequest], responses: Responses) -> None:
+    """Until the coordinator ends the stream, or sends what is no sound command; the writer ends after what it has."""
+    num_groups = len(runtime.spec.cache_groups)
+    try:
+        async for message in requests:
+            runtime.handle_command(command_from_message(message, num_groups))
+    except LaminaError as error:
+        runtime.fail(error)
+    except Exception as error:
+        _log.exception("a command to stage %s#%d failed", runtime.key.placement, runtime.key.index)
+        runtime.fail(LaminaError(f"{type(error).__name__}: {error}"))
+    finally:
+        responses.put_nowait(None)
 
 
 def _load_request(request: wpb.LoadStageRequest) -> LoadRequest:
@@ -189,6 +199,6 @@ def _load_finished(runtime: StageRuntime, latest: wpb.LoadStageResponse) -> wpb.
         finished=True,
         weight_bytes=runtime.stage.weight_bytes,
         arena_bytes=runtime.stage.arena_bytes,
-        free_bytes=runtime.device.backend.device_facts().free_bytes + runtime.stage.cache_bytes,
+        free_bytes=runtime.device.backend.device_facts().free_bytes,
         block_bytes=runtime.stage.block_bytes(),
     )

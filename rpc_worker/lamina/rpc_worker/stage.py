@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from lamina.kernels.backend import Backend
 from lamina.kernels.buffer import DType, StepLimits
 from lamina.rpc_worker.arena import Arena
+from lamina.rpc_worker.grammar import GrammarCompiler
 from lamina.rpc_worker.graph_cache import GraphCache
 from lamina.rpc_worker.kv_pool import KvPool, SequenceTables
 from lamina.rpc_worker.loader import StageLoader, TensorReader
@@ -40,7 +41,14 @@ class StageResult:
 class Stage:
     """Built by `load`, usable after `allocate_cache`; `free` gives everything back."""
 
-    def __init__(self, backend: Backend, spec: ModelSpec, layers: LayerRange, settings: StageSettings) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        spec: ModelSpec,
+        layers: LayerRange,
+        settings: StageSettings,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
         self._backend = backend
         self._spec = spec
         self._layers = layers
@@ -51,7 +59,7 @@ class Stage:
         self._pool: KvPool | None = None
         self._model: StageModel | None = None
         self._tables = SequenceTables((), settings)
-        self._sampler = Sampler(spec.vocab_size)
+        self._sampler = Sampler(spec.vocab_size, grammars)
         self.busy_s = 0.0
         self.num_steps = 0
 
@@ -63,7 +71,7 @@ class Stage:
         try:
             self._arena = Arena(self._backend, arena_layout(self._spec, self._layers, self._settings))
             self._backend.reserve_workspace(self._limits, *self._weights.widest)
-        except CapacityExceeded:
+        except BaseException:
             self.free()
             raise
 
@@ -106,13 +114,23 @@ class Stage:
         """Phase two. An earlier cache is given back first. Raises CapacityExceeded."""
         if self._arena is None:
             raise Unavailable("the stage is not loaded")
-        self._drop_cache()
+        self.drop_cache()
         layers = self._spec.layers_of(self._layers)
         self._pool = KvPool(self._backend, layers, num_blocks, self._settings)
         self._tables = SequenceTables(num_blocks, self._settings)
         self._model = StageModel(
             self._backend, self._spec, self._layers, self._weights, self._arena, self._pool.caches, self._graphs
         )
+
+    def drop_cache(self) -> None:
+        """Give the KV cache back, and forget everything that refers to it."""
+        self._graphs.clear()
+        self._model = None
+        self._tables = SequenceTables((), self._settings)
+        self._sampler.clear()
+        if self._pool is not None:
+            self._pool.free()
+            self._pool = None
 
     def add_sequence(self, add: AddSequence) -> None:
         """Make a sequence known to the sampler (last stage)."""
@@ -155,7 +173,7 @@ class Stage:
 
     def free(self) -> None:
         """Give back everything on the device."""
-        self._drop_cache()
+        self.drop_cache()
         if self._arena is not None:
             self._arena.free()
             self._arena = None
@@ -194,6 +212,7 @@ class Stage:
         bits = {kind: self._backend.weight_bits(kind) for kind in WEIGHT_TYPES}
         weights = stage_weight_bytes_on(self._spec, self._layers, tensors, bits)
         arena = sum(item.num_bytes for item in arena_layout(self._spec, self._layers, self._settings))
+        arena += self._backend.workspace_bytes(self._limits, *_widest(self._spec, self._layers))
         free = self._backend.device_facts().free_bytes
         if weights + arena > free:
             mib = 2**20
@@ -202,11 +221,14 @@ class Stage:
                 f" {arena / mib:.1f}), {free / mib:.1f} MiB are free; give this worker fewer layers or more memory"
             )
 
-    def _drop_cache(self) -> None:
-        self._graphs.clear()
-        self._model = None
-        self._tables = SequenceTables((), self._settings)
-        self._sampler.clear()
-        if self._pool is not None:
-            self._pool.free()
-            self._pool = None
+
+def _widest(spec: ModelSpec, layers: LayerRange) -> tuple[int, int]:
+    """`StageWeights.widest` before there are weights: in_features and out_features of the largest matrices."""
+    widths_in, widths_out = [spec.hidden], [spec.hidden]
+    for layer in spec.layers_of(layers):
+        attention, intermediate = layer.attention, layer.ffn.intermediate
+        widths_in += [attention.output_width, intermediate]
+        widths_out += [attention.query_width + attention.key_width + attention.value_width, 2 * intermediate]
+    if layers.start == 0 or layers.stop == spec.num_layers:
+        widths_out.append(spec.vocab_size)
+    return max(widths_in), max(widths_out)

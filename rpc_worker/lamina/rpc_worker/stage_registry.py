@@ -2,23 +2,26 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lamina.rpc_worker.device_thread import DeviceThread
+from lamina.rpc_worker.grammar import GrammarCompiler
 from lamina.rpc_worker.link import GrpcLink, Link, LocalLink
-from lamina.rpc_worker.models import find_model, open_model
+from lamina.rpc_worker.models import OpenedModel, find_model, open_model
 from lamina.rpc_worker.settings import WorkerSettings
 from lamina.rpc_worker.stage import Stage
 from lamina.rpc_worker.stage_runtime import StageKey, StageRuntime
 from lamina.spec.address import Address
-from lamina.spec.errors import InvalidRequest, StaleEpoch, Unavailable
+from lamina.spec.errors import InvalidRequest, InvalidSplit, StaleEpoch, Unavailable
 from lamina.spec.ids import PlacementId
-from lamina.spec.model import LayerRange
+from lamina.spec.model import LayerRange, ModelSpec
 from lamina.spec.placement import StageSettings
 from lamina.v1 import step_pb2 as pb
 
 _log = logging.getLogger(__name__)
+_RESERVED_S = 300.0  # between a stage's load and its Steps stream lie the slowest other stage's load and the linking
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +36,33 @@ class LoadRequest:
     settings: StageSettings
 
 
-class LoadCancelled(Exception):
-    """Whoever asked for a stage is gone; raised inside the loading thread to stop it."""
+class LoadCancelled(Unavailable):
+    """Whoever asked for a stage is gone, or the worker stops; raised inside the loading thread to stop it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A stage in memory. Until `reserved_until_s` it is its own placement's, even while nobody controls it yet."""
+
+    runtime: StageRuntime
+    reserved_until_s: float
 
 
 class StageRegistry:
     """All stages of one daemon."""
 
-    def __init__(self, settings: WorkerSettings, devices: tuple[DeviceThread, ...]) -> None:
+    def __init__(
+        self, settings: WorkerSettings, devices: tuple[DeviceThread, ...], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._settings = settings
         self._devices = devices
-        self._stages: dict[tuple[PlacementId, int], StageRuntime] = {}
+        self._clock = clock
+        self._stages: dict[tuple[PlacementId, int], _Held] = {}
         self._loading = asyncio.Lock()
+        self._closing = False
 
     def __iter__(self) -> Iterator[StageRuntime]:
-        return iter(list(self._stages.values()))
+        return iter([held.runtime for held in self._stages.values()])
 
     def device_index(self, runtime: StageRuntime) -> int:
         """Which of the worker's devices a stage is on."""
@@ -55,102 +70,136 @@ class StageRegistry:
 
     def get(self, placement: str, epoch: int, index: int) -> StageRuntime:
         """The stage, if its epoch is the present one. Raises StaleEpoch or InvalidRequest."""
-        runtime = self._stages.get((PlacementId(placement), index))
-        if runtime is None:
+        held = self._stages.get((PlacementId(placement), index))
+        if held is None:
             raise InvalidRequest(f"worker {self._settings.name} holds no stage {placement}#{index}; load it first")
-        runtime.check_key(placement, epoch, index)
-        return runtime
+        held.runtime.check_key(placement, epoch, index)
+        return held.runtime
 
     async def load(self, request: LoadRequest, progress: Callable[[int, int], None]) -> StageRuntime:
         """Load or adopt a stage; one load at a time per worker.
 
         `progress(done, total)` is called on the loop. Stages that nobody controls give way first. Raises
-        InvalidCheckpoint, UnsupportedModel, CapacityExceeded, InvalidRequest, StaleEpoch.
+        InvalidCheckpoint, InvalidSplit, UnsupportedModel, CapacityExceeded, InvalidRequest, StaleEpoch, Unavailable.
         """
         if not 0 <= request.device < len(self._devices):
             have = f"{len(self._devices)} device(s)"
             raise InvalidRequest(f"worker {self._settings.name} has {have}, device {request.device} was asked for")
         async with self._loading:
+            self._check_open(request.key)
             adopted = await self._adopt(request)
             if adopted is not None:
                 progress(1, 1)
                 return adopted
-            await self._evict_orphans(request.device)
-            return await self._load_new(request, progress)
+            path = find_model(request.model_path, self._settings.model_folders)
+            model = await asyncio.to_thread(open_model, path, request.model_digest)
+            _check_ends(request, model.spec)
+            await self._evict(request)
+            return await self._load_new(request, model, progress)
 
     async def unload(self, placement: str) -> int:
         """Free all stages of a placement; how many there were."""
         async with self._loading:
             keys = [key for key in self._stages if key[0] == placement]
             for key in keys:
-                await self._free(key)
+                await self._free(key, "it was unloaded")
             return len(keys)
 
-    async def link(self, runtime: StageRuntime, next_address: Address) -> Link:
-        """Open the edge to the next stage; handed over in memory if it lives here."""
+    async def link(self, runtime: StageRuntime, next_address: Address) -> float:
+        """Open the edge to the next stage, handed over in memory if it lives here; its round trip in seconds."""
         key = runtime.key
-        await runtime.close_link()
         local = self._stages.get((key.placement, key.next_index))
         link: Link
-        if local is not None and local.key.epoch == key.epoch and self._is_own(next_address):
-            link = LocalLink(local.handle_frames_message, runtime.link_lost)
+        if local is not None and local.runtime.key.epoch == key.epoch:
+            link = LocalLink(local.runtime.handle_frames_message, runtime.link_lost)
         else:
             opening = pb.FramesOpen(
                 placement=key.placement, epoch=key.epoch, from_stage=key.index, to_stage=key.next_index
             )
             link = await GrpcLink.open(next_address, opening, runtime.link_lost)
-        runtime.attach_link(link)
-        return link
+        await runtime.attach_link(link)
+        return link.rtt_s
+
+    def end_all(self) -> None:
+        """The worker stops: no further load, and every controller is told."""
+        self._closing = True
+        for runtime in self:
+            runtime.fail(Unavailable("the worker is shutting down"))
 
     async def close(self) -> None:
-        """Free everything."""
-        for key in list(self._stages):
-            await self._free(key)
+        """Free everything, once a load in progress has noticed."""
+        self._closing = True
+        async with self._loading:
+            for key in list(self._stages):
+                await self._free(key, "the worker is shutting down")
 
-    def _is_own(self, address: Address) -> bool:
-        return address in (self._settings.listen, self._settings.advertise)
+    def _check_open(self, key: StageKey) -> None:
+        """Raise unless `key` may be loaded: StaleEpoch for an old epoch, Unavailable for a stage in use."""
+        if self._closing:
+            raise Unavailable(f"worker {self._settings.name} is shutting down")
+        held = self._stages.get((key.placement, key.index))
+        if held is None:
+            return
+        if held.runtime.key.epoch >= key.epoch:
+            raise StaleEpoch(f"{key.placement}#{key.index} is in epoch {held.runtime.key.epoch} already")
+        if held.runtime.is_controlled:
+            raise Unavailable(f"{key.placement}#{key.index} is controlled by another coordinator")
+
+    def _is_free_for(self, request: LoadRequest, held: _Held) -> bool:
+        """Whether a stage may be taken over or evicted for `request`: nobody controls it, and nobody is about to."""
+        key = held.runtime.key
+        if held.runtime.is_controlled:
+            return False
+        if key.placement == request.key.placement:
+            return key.epoch < request.key.epoch
+        return held.runtime.has_ended or self._clock() >= held.reserved_until_s
 
     async def _adopt(self, request: LoadRequest) -> StageRuntime | None:
         """A stage with the same weights and settings that no coordinator controls, put under the new key."""
-        held = self._stages.get((request.key.placement, request.key.index))
-        if held is not None and held.key.epoch >= request.key.epoch:
-            raise StaleEpoch(f"{request.key.placement}#{request.key.index} is in epoch {held.key.epoch} already")
-        for old_key, runtime in self._stages.items():
+        for old_key, held in list(self._stages.items()):
+            old = held.runtime
             same = (
-                runtime.spec.digest == request.model_digest
-                and runtime.layers == request.layers
-                and runtime.settings == request.settings
-                and self.device_index(runtime) == request.device
+                old.spec.digest == request.model_digest
+                and old.layers == request.layers
+                and old.settings == request.settings
+                and self.device_index(old) == request.device
+                and (old.key.is_first, old.key.is_last) == (request.key.is_first, request.key.is_last)
             )
-            if same and not runtime.is_controlled:
+            if same and self._is_free_for(request, held):
+                await old.end()
+                await old.device.call(old.stage.drop_cache)
                 del self._stages[old_key]
-                await runtime.close_link()
-                runtime.adopt(request.key)
-                self._stages[(request.key.placement, request.key.index)] = runtime
+                await self._hold(old.successor(request.key))
                 _log.info("stage %s#%d adopts layers %s", request.key.placement, request.key.index, request.layers)
-                return runtime
-        if held is not None and held.is_controlled:
-            raise Unavailable(f"{request.key.placement}#{request.key.index} is controlled by another coordinator")
+                return self._stages[request.key.placement, request.key.index].runtime
         return None
 
-    async def _evict_orphans(self, device: int) -> None:
-        for key, runtime in list(self._stages.items()):
-            if not runtime.is_controlled and self.device_index(runtime) == device:
-                _log.info("stage %s#%d is unloaded: nobody controls it and another stage comes", *key)
-                await self._free(key)
+    async def _evict(self, request: LoadRequest) -> None:
+        for key, held in list(self._stages.items()):
+            if self.device_index(held.runtime) == request.device and self._is_free_for(request, held):
+                await self._free(key, "nobody controls it and another stage comes")
 
-    async def _load_new(self, request: LoadRequest, progress: Callable[[int, int], None]) -> StageRuntime:
-        loop, device = asyncio.get_running_loop(), self._devices[request.device]
-        path = find_model(request.model_path, self._settings.model_folders)
-        model = await asyncio.to_thread(open_model, path, request.model_digest)
-        model.spec.layers_of(request.layers)  # raises InvalidSplit for layers the model does not have
-        stage = Stage(device.backend, model.spec, request.layers, request.settings)
+    async def _hold(self, runtime: StageRuntime) -> None:
+        """Put a stage under its key; what is there of an earlier epoch is freed."""
+        key = (runtime.key.placement, runtime.key.index)
+        if key in self._stages:
+            await self._free(key, "its placement has a new epoch")
+        self._stages[key] = _Held(runtime, self._clock() + _RESERVED_S)
+
+    async def _load_new(
+        self, request: LoadRequest, model: OpenedModel, progress: Callable[[int, int], None]
+    ) -> StageRuntime:
+        loop, device, path = asyncio.get_running_loop(), self._devices[request.device], model.file.path
+        grammars = (
+            GrammarCompiler(model.file.metadata, str(path), model.spec.vocab_size) if request.key.is_last else None
+        )
+        stage = Stage(device.backend, model.spec, request.layers, request.settings, grammars)
         total = stage.total_bytes(model.file.tensors)
         cancelled = False
 
         def report(done: int) -> None:
-            if cancelled:
-                raise LoadCancelled
+            if cancelled or self._closing:
+                raise LoadCancelled(f"loading layers {request.layers} was stopped")
             loop.call_soon_threadsafe(progress, done, total)
 
         loading = asyncio.ensure_future(device.call(lambda: stage.load(model.file.tensors, report)))
@@ -164,11 +213,26 @@ class StageRegistry:
             raise
         key = request.key
         runtime = StageRuntime(key, stage, device, model.spec, request.layers, request.settings, self._settings.name)
-        self._stages[(key.placement, key.index)] = runtime
+        await self._hold(runtime)
         _log.info("stage %s#%d: layers %s loaded from %s", key.placement, key.index, request.layers, path)
         return runtime
 
-    async def _free(self, key: tuple[PlacementId, int]) -> None:
-        runtime = self._stages.pop(key)
-        await runtime.detach_controller()
+    async def _free(self, key: tuple[PlacementId, int], why: str) -> None:
+        held = self._stages.pop(key, None)
+        if held is None:
+            return
+        runtime = held.runtime
+        _log.info("stage %s#%d is freed: %s", *key, why)
+        runtime.fail(Unavailable(why))
+        await runtime.end()
         await runtime.device.call(runtime.stage.free)
+
+
+def _check_ends(request: LoadRequest, spec: ModelSpec) -> None:
+    """Raise InvalidSplit unless exactly the first stage begins the model and exactly the last one ends it."""
+    spec.layers_of(request.layers)
+    key, layers = request.key, request.layers
+    if (key.is_first, key.is_last) != (layers.start == 0, layers.stop == spec.num_layers):
+        raise InvalidSplit(
+            f"stage {key.index} of {key.num_stages} cannot have layers {layers}: {spec.name} has {spec.all_layers}"
+        )

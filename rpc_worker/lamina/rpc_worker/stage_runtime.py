@@ -5,6 +5,7 @@ Owned by the loop. The `Stage` behind it belongs to the compute thread and is to
 
 import asyncio
 import logging
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,13 +17,26 @@ from lamina.spec.errors import InvalidPlan, LaminaError, StaleEpoch, Unavailable
 from lamina.spec.ids import Epoch, PlacementId
 from lamina.spec.model import LayerRange, ModelSpec
 from lamina.spec.placement import StageSettings
-from lamina.spec.step import AddSequence, RemoveSequence, SampleToken, StepCommand, StepDone, StepPlan
+from lamina.spec.step import (
+    MAX_RUN_AHEAD,
+    AddSequence,
+    RemoveSequence,
+    SampleToken,
+    StepCommand,
+    StepDone,
+    StepPlan,
+)
 from lamina.v1 import step_pb2 as pb
 from lamina.wire.convert import done_from_message, done_to_message
 from lamina.wire.frames import encode_frame
 from lamina.wire.status import error_name
 
 _log = logging.getLogger(__name__)
+_MAX_POSTED = 2  # steps with the compute thread: one runs while the next waits, so that it never idles
+# A coordinator counts a step as issued until it has read the answer, so more than these never wait to be read.
+_MAX_UNREAD = 2 * MAX_RUN_AHEAD
+
+Responses = asyncio.Queue[pb.StepsResponse | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +65,10 @@ class StageKey:
 
 
 class StageRuntime:
-    """Moves plans, frames and tokens between the network and the compute thread."""
+    """Moves plans, frames and tokens between the network and the compute thread, for one epoch of one stage.
+
+    It ends once, with its controller or when it is unloaded; the stage behind it may then serve a successor.
+    """
 
     def __init__(
         self,
@@ -69,46 +86,58 @@ class StageRuntime:
         self.spec = spec
         self.layers = layers
         self.settings = settings
+        self.worker_name = worker_name
         self._who = f"{worker_name} (layers {layers})"
-        self._queue = self._new_queue()
-        self._responses: asyncio.Queue[pb.StepsResponse | None] | None = None
+        self._queue = StepQueue(
+            key.epoch, settings, takes_tokens=key.is_first, hidden=spec.hidden, vocab_size=spec.vocab_size
+        )
+        self._num_posted = 0
+        self._responses: Responses | None = None
         self._link: Link | None = None
-        self._ended = False
+        self._sent_back: deque[pb.StepDone] = deque(maxlen=MAX_RUN_AHEAD)  # answers given to the feedback edge
         self._failed = False
+        self.has_ended = False
 
     @property
     def is_controlled(self) -> bool:
         """Whether a coordinator holds the Steps stream."""
         return self._responses is not None
 
-    def adopt(self, key: StageKey) -> None:
-        """Serve another placement or epoch with the weights and cache that are already here."""
-        self.key = key
-        self._queue = self._new_queue()
-        self._ended = self._failed = False
+    def successor(self, key: StageKey) -> "StageRuntime":
+        """The same weights under another placement or epoch. This runtime must have ended, or never begun."""
+        return StageRuntime(key, self.stage, self.device, self.spec, self.layers, self.settings, self.worker_name)
 
     def check_key(self, placement: str, epoch: int, stage: int) -> None:
         """Raise StaleEpoch unless these name this stage in its present epoch."""
         key = self.key
-        if (placement, stage) != (key.placement, key.index) or epoch != key.epoch or self._ended:
-            state = "has ended" if self._ended and epoch == key.epoch else f"is {key.epoch}"
+        if (placement, stage) != (key.placement, key.index) or epoch != key.epoch or self.has_ended:
+            state = "has ended" if self.has_ended and epoch == key.epoch else f"is {key.epoch}"
             raise StaleEpoch(f"{self._who}: epoch {epoch} of {placement}#{stage} is refused, the stage's epoch {state}")
 
     # -- the coordinator's Steps stream
 
-    def attach_controller(self) -> "asyncio.Queue[pb.StepsResponse | None]":
+    def attach_controller(self) -> Responses:
         """Begin the epoch's Steps stream; what is put on the queue goes to the coordinator, None ends the stream."""
         if self._responses is not None:
             raise Unavailable(f"{self._who}: another coordinator controls this stage")
+        if not self.stage.cache_bytes:
+            raise Unavailable(f"{self._who}: has no cache yet; allocate it first")
         self._responses = asyncio.Queue()
         return self._responses
 
-    async def detach_controller(self) -> None:
-        """The coordinator is gone: its sequences and their blocks are forgotten, the epoch is over."""
-        self._responses = None
-        self._ended = True
+    async def end(self) -> None:
+        """The epoch is over: its sequences and their blocks are forgotten. Only the first call does anything.
+
+        All that others may see is done before the first await, so that a successor finds the device's queue in order.
+        """
+        if self.has_ended:
+            return
+        self.has_ended = True
+        responses, self._responses = self._responses, None
+        if responses is not None:
+            responses.put_nowait(None)
+        self.device.post(self.stage.reset_sequences, self._on_housekeeping)
         await self.close_link()
-        await self.device.call(self.stage.reset_sequences)
 
     def handle_command(self, command: StepCommand) -> None:
         """Take one command. Raises InvalidPlan or StaleEpoch for a malformed or outdated one."""
@@ -118,10 +147,11 @@ class StageRuntime:
                 self._pump()
             case AddSequence():
                 if not self.key.is_last:
-                    raise InvalidPlan(f"{self._who}: sequences are added to the last stage only")
-                self.device.post(lambda: self.stage.add_sequence(command), self._report_failure)
+                    raise InvalidPlan("sequences are added to the last stage only")
+                self.device.post(lambda: self.stage.add_sequence(command), self._on_housekeeping)
             case RemoveSequence(seq):
-                self.device.post(lambda: self.stage.remove_sequence(seq), self._report_failure)
+                self._queue.forget(seq)
+                self.device.post(lambda: self.stage.remove_sequence(seq), self._on_housekeeping)
             case SampleToken(epoch, seq, pos, token):
                 self._queue.add_token(epoch, seq, pos, token)
                 self._pump()
@@ -130,7 +160,7 @@ class StageRuntime:
 
     def handle_frames_message(self, message: pb.FramesRequest) -> None:
         """Take a frame or, on stage 0, an answer of the last stage. Raises InvalidPlan or StaleEpoch."""
-        if self._ended:
+        if self.has_ended:
             raise StaleEpoch(f"{self._who}: epoch {self.key.epoch} has ended")
         match message.WhichOneof("body"):
             case "frame":
@@ -143,17 +173,26 @@ class StageRuntime:
 
     # -- the edge to the next stage
 
-    def attach_link(self, link: Link) -> None:
-        """Use this edge for everything that leaves the stage."""
-        self._link = link
+    async def attach_link(self, link: Link) -> None:
+        """Use this edge for everything that leaves the stage. Raises StaleEpoch if the epoch ended meanwhile."""
+        if self.has_ended:
+            await link.close()
+            raise StaleEpoch(f"{self._who}: epoch {self.key.epoch} ended while its edge was opened")
+        replaced, self._link = self._link, link
+        if replaced is not None:
+            await replaced.close()
 
     def link_lost(self, error: LaminaError) -> None:
         """The edge forward broke. Losing the feedback edge costs speed, any other ends the stage's epoch."""
         self._link = None
-        if self.key.is_last:
-            _log.warning("%s: feedback edge lost, tokens go through the coordinator: %s", self._who, error)
-        elif not self._ended:
-            self.fail(WorkerLost(f"{self._who}: edge to the next stage lost: {error}"))
+        if not self.key.is_last:
+            self.fail(WorkerLost(f"edge to stage {self.key.next_index} lost: {error}"))
+            return
+        _log.warning("%s: feedback edge lost, tokens go through the coordinator: %s", self._who, error)
+        for answer in self._sent_back:  # stage 0 may lack any of these, and keeps the first of two
+            answer.needs_relay = True
+            self._respond(pb.StepsResponse(done=answer))
+        self._sent_back.clear()
 
     async def close_link(self) -> None:
         """Drop the edge forward."""
@@ -164,35 +203,44 @@ class StageRuntime:
     # -- steps
 
     def fail(self, error: LaminaError) -> None:
-        """Tell the coordinator that this stage runs no further step of this epoch."""
-        if self._failed:
+        """Tell the coordinator that this stage runs no further step of this epoch, and end its stream."""
+        if self._failed or self.has_ended:
             return
         self._failed = True
-        _log.error("%s: %s", self._who, error)
+        message = f"{self._who}: {error}"
+        _log.error("%s", message)
         if self._responses is not None:
-            failure = pb.StageFailure(error=error_name(error), message=str(error))
-            self._responses.put_nowait(pb.StepsResponse(failure=failure))
+            self._responses.put_nowait(pb.StepsResponse(failure=_failure(error, message)))
+            self._responses.put_nowait(None)
 
     def _pump(self) -> None:
-        while not self._failed and (ready := self._queue.pop_ready()) is not None:
+        """Hand steps to the compute thread while it has room and they are complete."""
+        while self._num_posted < _MAX_POSTED and not (self._failed or self.has_ended):
+            ready = self._queue.pop_ready()
+            if ready is None:
+                return
+            self._num_posted += 1
             self.device.post(partial(self.stage.run, ready), self._on_result)
 
     def _on_result(self, outcome: StageResult | Exception) -> None:
+        self._num_posted -= 1
+        if self.has_ended:
+            return  # nobody waits for it
         if isinstance(outcome, Exception):
-            self._report_failure(outcome)
-        elif self._ended or outcome.ready.plan.epoch != self.key.epoch:
-            return  # its coordinator is gone
-        elif outcome.done is not None:
+            self._on_housekeeping(outcome)
+            return
+        if outcome.done is not None:
             self._send_done(outcome.done)
         elif outcome.hidden is not None:
             self._send_hidden(outcome)
+        self._pump()
 
     def _send_hidden(self, result: StageResult) -> None:
+        step = result.ready.plan.step
         if result.num_nonfinite_rows:
-            step = result.ready.plan.step
             _log.error("%s: %d rows of step %d are not finite", self._who, result.num_nonfinite_rows, step)
         if self._link is None:
-            self.fail(Unavailable(f"{self._who}: no edge to stage {self.key.next_index}"))
+            self.fail(Unavailable(f"no edge to stage {self.key.next_index} for step {step}; link the stages first"))
         elif result.hidden is not None:
             frame = encode_frame(result.ready.plan, result.hidden, self.settings.wire_dtype)
             self._link.send(pb.FramesRequest(frame=frame))
@@ -201,26 +249,27 @@ class StageRuntime:
         message = done_to_message(done)
         if self.key.is_first:
             self._queue.add_done(done)
-            self._pump()
-        elif self._link is not None:
-            self._link.send(pb.FramesRequest(done=message))
-        else:
+        elif self._link is None:
             message.needs_relay = True
-        if self._responses is not None:
-            self._responses.put_nowait(pb.StepsResponse(done=message))
+        if self._link is not None:
+            self._sent_back.append(message)
+            self._link.send(pb.FramesRequest(done=message))
+        self._respond(pb.StepsResponse(done=message))
 
-    def _report_failure(self, outcome: object) -> None:
+    def _respond(self, response: pb.StepsResponse) -> None:
+        if self._responses is None or self._failed:
+            return
+        self._responses.put_nowait(response)
+        if self._responses.qsize() > _MAX_UNREAD:
+            self.fail(InvalidPlan(f"the coordinator leaves {_MAX_UNREAD} answers unread"))
+
+    def _on_housekeeping(self, outcome: object) -> None:
         if isinstance(outcome, LaminaError):
             self.fail(outcome)
         elif isinstance(outcome, Exception):
             _log.error("%s: unexpected failure", self._who, exc_info=outcome)
-            self.fail(LaminaError(f"{self._who}: {type(outcome).__name__}: {outcome}"))
+            self.fail(LaminaError(f"{type(outcome).__name__}: {outcome}"))
 
-    def _new_queue(self) -> StepQueue:
-        return StepQueue(
-            self.key.epoch,
-            takes_tokens=self.key.is_first,
-            hidden=self.spec.hidden,
-            wire_dtype=self.settings.wire_dtype,
-            max_rows=self.settings.max_rows,
-        )
+
+def _failure(error: LaminaError, message: str) -> pb.StageFailure:
+    return pb.StageFailure(error=error_name(error), message=message)
