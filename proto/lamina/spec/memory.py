@@ -3,11 +3,12 @@
 The worker allocates from `arena_layout` and the planner sums it, so that what is planned is what is taken.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lamina.spec.checkpoint import TensorIndex
-from lamina.spec.model import LayerRange, ModelSpec, stage_tensor_names
+from lamina.spec.model import ROPE_FACTORS, LayerRange, ModelSpec, companion_names, stage_tensor_shapes
 from lamina.spec.placement import StageSettings
 from lamina.spec.quant import GgmlType, quant_format
 
@@ -92,15 +93,16 @@ def stage_weight_bytes_on(
     """Bytes of a stage's weights as they will lie in memory, after repacking (B-42).
 
     `weight_bits` is the device's bits per value by tensor type; a type it does not name counts as stored. Vectors
-    (norms, biases) are float32 on every device.
+    (norms, biases) are float32 on every device, and so is a matrix with a scale beside it; the rotary frequencies are
+    kept once for each way of rotating.
     """
-    total = 0.0
-    for name in stage_tensor_names(spec, layers, tensors):
+    total = sum(2.0 * rope.dims for rope in {layer.attention.rope for layer in spec.layers_of(layers)})
+    for name, shape in stage_tensor_shapes(spec, layers).items():
+        if name == ROPE_FACTORS:
+            continue  # goes into the frequencies
         tensor = tensors[name]
-        values = 1
-        for length in tensor.shape:
-            values *= length
-        is_matrix = len(tensor.shape) > 1
-        bits = weight_bits.get(tensor.type, quant_format(tensor.type, name).bits_per_value) if is_matrix else 32
-        total += values * bits / 8
+        is_scaled = companion_names(name)[0] in tensors
+        kind = GgmlType.F32 if len(shape) == 1 or is_scaled else tensor.type
+        bits = 32.0 if len(shape) == 1 else weight_bits.get(kind, quant_format(kind, name).bits_per_value)
+        total += math.prod(shape) * bits / 8
     return int(total)

@@ -14,6 +14,8 @@ from typing import TypeAlias
 from lamina.spec.checkpoint import TensorIndex
 from lamina.spec.errors import InvalidCheckpoint, InvalidSplit
 
+ROPE_FACTORS = "rope_freqs.weight"  # one tensor for all layers, replicated on every stage
+
 
 class RopeLayout(Enum):
     """Which two values of a head rotate together."""
@@ -274,7 +276,7 @@ def stage_tensor_shapes(spec: ModelSpec, layers: LayerRange) -> dict[str, tuple[
         shapes["token_embd.weight"] = embedding
     for layer in spec.layers_of(layers):
         if layer.attention.rope.has_freq_factors:
-            shapes["rope_freqs.weight"] = (layer.attention.rope.dims // 2,)
+            shapes[ROPE_FACTORS] = (layer.attention.rope.dims // 2,)
         shapes |= layer_tensor_shapes(layer, spec.hidden)
     if is_last:
         shapes["output_norm.weight"] = (spec.hidden,)

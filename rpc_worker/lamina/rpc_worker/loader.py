@@ -19,7 +19,7 @@ from lamina.rpc_worker.rope import inverse_frequencies
 from lamina.rpc_worker.weights import LayerWeights, StageWeights
 from lamina.spec.checkpoint import TensorIndex, TensorInfo
 from lamina.spec.errors import InvalidCheckpoint
-from lamina.spec.model import AttentionSpec, LayerRange, LayerSpec, ModelSpec, companion_names
+from lamina.spec.model import ROPE_FACTORS, LayerRange, LayerSpec, ModelSpec, RopeSpec, companion_names
 from lamina.spec.quant import GgmlType
 
 Progress = Callable[[int], None]  # bytes read so far
@@ -78,7 +78,7 @@ class StageLoader:
         self._spec = spec
         self._tensors = tensors
         self._reader = reader
-        self._rope_factors: NDArray[np.float32] | None = None
+        self._frequencies: dict[RopeSpec, Buffer] = {}
 
     def load(self, layers: LayerRange) -> StageWeights:
         """Read and lay out everything the stage needs. On failure nothing stays allocated."""
@@ -95,11 +95,10 @@ class StageLoader:
         is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
         if is_first:
             weights.embedding = weights.own(self._linear("token_embd.weight"))
-        if "rope_freqs.weight" in self._tensors and any(
-            layer.attention.rope.has_freq_factors for layer in spec.layers_of(layers)
-        ):
-            self._rope_factors = self._vector("rope_freqs.weight")
         for layer in spec.layers_of(layers):
+            rope = layer.attention.rope
+            if rope not in self._frequencies:
+                self._frequencies[rope] = weights.own(self._inv_freq(rope))
             weights.layers.append(self._layer(weights, layer))
         if is_last:
             weights.output_norm = weights.own(self._upload(self._vector("output_norm.weight")))
@@ -126,7 +125,7 @@ class StageLoader:
             qkv=own(qkv),
             query_norm=own(self._norm(f"{blk}.attn_q_norm.weight")) if attention.qk_norm else None,
             key_norm=own(self._norm(f"{blk}.attn_k_norm.weight")) if attention.qk_norm else None,
-            inv_freq=own(self._inv_freq(attention)),
+            inv_freq=self._frequencies[attention.rope],
             output=own(output),
             ffn_norm=own(self._norm(f"{blk}.ffn_norm.weight")),
             gate_up=own(self._linear(f"{blk}.ffn_gate.weight", f"{blk}.ffn_up.weight")),
@@ -156,9 +155,9 @@ class StageLoader:
     def _norm(self, name: str) -> Buffer:
         return self._upload(self._vector(name))
 
-    def _inv_freq(self, attention: AttentionSpec) -> Buffer:
-        factors = self._rope_factors if attention.rope.has_freq_factors else None
-        return self._upload(inverse_frequencies(attention.rope, factors))
+    def _inv_freq(self, rope: RopeSpec) -> Buffer:
+        factors = self._vector(ROPE_FACTORS) if rope.has_freq_factors else None
+        return self._upload(inverse_frequencies(rope, factors))
 
     def _upload(self, values: NDArray[np.float32]) -> Buffer:
         buffer = self._backend.alloc(values.shape, DType.F32)

@@ -9,7 +9,7 @@ import grpc
 
 from lamina.spec.address import Address, parse_address
 from lamina.spec.device import WorkerProfile
-from lamina.spec.errors import VersionMismatch
+from lamina.spec.errors import VersionMismatch, WorkerUnreachable
 from lamina.spec.model import ModelSpec
 from lamina.spec.placement import Placement, StageSettings, StageSpec
 from lamina.v1 import step_pb2 as pb
@@ -162,12 +162,16 @@ class WorkerClient:
             async with asyncio.timeout(CALL_DEADLINE_S):
                 await call.write(pb.StepsRequest(open=opening))
                 first = await call.read()
-                if not isinstance(first, pb.StepsResponse):
-                    trailing = await call.trailing_metadata()
-                    details = await call.details()
+                if not isinstance(first, pb.StepsResponse):  # end of stream; the status says why
+                    trailing, details = await call.trailing_metadata(), await call.details()
                     raise grpc.aio.AioRpcError(await call.code(), grpc.aio.Metadata(), trailing, details)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, self.who) from None
+        except BaseException as error:
+            call.cancel()
+            if isinstance(error, grpc.aio.AioRpcError):
+                raise error_from_rpc(error, self.who) from None
+            if isinstance(error, TimeoutError):
+                raise WorkerUnreachable(f"{self.who}: {stage} did not answer within {CALL_DEADLINE_S:g} s") from None
+            raise
         return call
 
     async def close(self) -> None:

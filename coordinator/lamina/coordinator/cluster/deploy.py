@@ -1,13 +1,13 @@
 """Bringing a placement up over its workers: load, allocate, link, open. On failure nothing of it stays loaded."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from lamina.coordinator.cluster.client import LoadProgress, StageLoaded, StepsCall, WorkerClient
 from lamina.coordinator.cluster.pipeline import Pipeline
 from lamina.coordinator.planner.memory import RESERVE_SHARE
 from lamina.spec.errors import CapacityExceeded, LaminaError
-from lamina.spec.ids import WorkerName
+from lamina.spec.ids import DeviceId, WorkerName
 from lamina.spec.model import ModelSpec
 from lamina.spec.placement import Placement, StageSettings, StageSpec
 
@@ -49,21 +49,27 @@ async def deploy(
 
 
 def agree_on_blocks(
-    spec: ModelSpec, settings: StageSettings, loaded: list[StageLoaded], wanted_blocks: int
+    spec: ModelSpec, settings: StageSettings, loaded: Sequence[StageLoaded], wanted_blocks: int
 ) -> tuple[int, ...]:
     """Blocks per cache group that every stage can hold. Raises CapacityExceeded if one sequence does not fit.
 
-    Groups get equal numbers: tables are logical and the same for all stages.
+    Groups get equal numbers: tables are logical and the same for all stages. Stages of one device share what is free
+    there, which is what the last of them to load reported.
     """
-    num_blocks = wanted_blocks
+    by_device: dict[DeviceId, list[StageLoaded]] = {}
     for stage in loaded:
-        room = int(stage.free_bytes * (1 - RESERVE_SHARE))
-        fits = room // max(1, sum(stage.block_bytes))
+        by_device.setdefault(stage.stage.device, []).append(stage)
+    num_blocks = wanted_blocks
+    for together in by_device.values():
+        room = int(min(stage.free_bytes for stage in together) * (1 - RESERVE_SHARE))
+        block_bytes = sum(sum(stage.block_bytes) for stage in together)
+        fits = room // max(1, block_bytes)
         if fits < settings.max_blocks_per_seq:
             mib = 2**20
-            needed = settings.max_blocks_per_seq * sum(stage.block_bytes)
+            needed = settings.max_blocks_per_seq * block_bytes
+            where = " and ".join(str(stage.stage) for stage in together)
             raise CapacityExceeded(
-                f"{stage.stage}: a context of {settings.max_context} tokens needs {needed / mib:.1f} MiB of cache,"
+                f"{where}: a context of {settings.max_context} tokens needs {needed / mib:.1f} MiB of cache,"
                 f" {room / mib:.1f} MiB are free after the weights; use a shorter --context or fewer layers there"
             )
         num_blocks = min(num_blocks, fits)

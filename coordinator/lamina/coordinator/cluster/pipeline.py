@@ -36,7 +36,8 @@ class Pipeline:
         self._calls = calls
         self._outgoing: list[asyncio.Queue[pb.StepsRequest]] = [asyncio.Queue() for _ in calls]
         self._answers: asyncio.Queue[StepDone | LaminaError] = asyncio.Queue()
-        self._closed = False
+        self._last_answered = -1
+        self._failure: LaminaError | None = None
         self._tasks = [asyncio.create_task(self._write(i)) for i in range(len(calls))]
         self._tasks += [asyncio.create_task(self._read(i)) for i in range(len(calls))]
 
@@ -62,24 +63,37 @@ class Pipeline:
             queue.put_nowait(message)
 
     async def next_done(self) -> StepDone:
-        """The next answer. Raises what ended the epoch: WorkerLost with the worker's name, or what a stage reported."""
+        """The next answer. Raises what ended the epoch: WorkerLost with the worker's name, or what a stage reported.
+
+        What ended it first is what every later call raises.
+        """
+        if self._failure is not None:
+            raise self._failure
         answer = await self._answers.get()
         if isinstance(answer, LaminaError):
+            self._failure = answer
             raise answer
-        if answer.needs_relay:
-            self._relay(answer)
         return answer
 
     async def close(self, *, unload: bool) -> None:
         """End the streams; with `unload`, free the stages too (a worker that is gone does not hinder the others)."""
-        self._closed = True
         for task in self._tasks:
             task.cancel()
         for call in self._calls:
             call.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._lose(WorkerLost(f"placement {self.placement.id} was closed"))
         if unload:
             ends = [worker.unload(self.placement.id) for worker in {id(w): w for w in self._workers}.values()]
             await asyncio.gather(*ends, return_exceptions=True)
+
+    def _take(self, done: StepDone) -> None:
+        """An answer. Where the edge to stage 0 broke, the last stage sends again what may have been lost on it."""
+        if done.needs_relay:
+            self._relay(done)
+        if done.step > self._last_answered:
+            self._last_answered = done.step
+            self._answers.put_nowait(done)
 
     def _relay(self, done: StepDone) -> None:
         """The edge from the last stage to stage 0 is down: tokens go through here."""
@@ -100,18 +114,17 @@ class Pipeline:
         try:
             while isinstance(response := await call.read(), pb.StepsResponse):
                 if response.HasField("done"):
-                    self._answers.put_nowait(done_from_message(response.done))
+                    self._take(done_from_message(response.done))
                 elif response.HasField("failure"):
-                    self._answers.put_nowait(error_from_name(response.failure.error, response.failure.message))
-            self._lose(index, WorkerLost(f"{self._describe(index)}: ended the step stream"))
+                    self._lose(error_from_name(response.failure.error, response.failure.message))
+            self._lose(WorkerLost(f"{self._describe(index)}: ended the step stream"))
         except grpc.aio.AioRpcError as error:
-            self._lose(index, error_from_rpc(error, self._describe(index)))
+            self._lose(error_from_rpc(error, self._describe(index)))
         except LaminaError as error:
-            self._lose(index, error)
+            self._lose(type(error)(f"{self._describe(index)}: {error}"))
 
-    def _lose(self, index: int, error: LaminaError) -> None:
-        if not self._closed:
-            self._answers.put_nowait(error)
+    def _lose(self, error: LaminaError) -> None:
+        self._answers.put_nowait(error)
 
     def _describe(self, index: int) -> str:
         return f"{self._workers[index].who} (layers {self.placement.stages[index].layers})"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from lamina.spec.checkpoint import TensorIndex
 from lamina.spec.device import DeviceProfile
 from lamina.spec.errors import CapacityExceeded
+from lamina.spec.ids import DeviceId
 from lamina.spec.memory import StageMemory, arena_bytes, kv_block_bytes, stage_weight_bytes_on
 from lamina.spec.model import LayerRange, ModelSpec
 from lamina.spec.placement import StageSettings
@@ -66,14 +67,27 @@ def plan_stages(
 
 
 def check_fits(stages: Sequence[StagePlan]) -> None:
-    """Raise CapacityExceeded, with the numbers of every stage that does not fit, unless all do."""
-    mib = 2**20
+    """Raise CapacityExceeded, with the numbers of every device that is overfull, unless all stages fit."""
+    by_device: dict[DeviceId, list[StagePlan]] = {}
+    for stage in stages:
+        by_device.setdefault(stage.device.id, []).append(stage)
     problems = [
-        f"layers {stage.layers} on {stage.device.id} need {stage.memory.total_bytes / mib:.1f} MiB"
-        f" (weights {stage.memory.weight_bytes / mib:.1f}, cache {stage.memory.kv_bytes / mib:.1f}, arena"
-        f" {stage.memory.arena_bytes / mib:.1f}), {stage.room_bytes / mib:.1f} MiB are free there"
-        for stage in stages
-        if stage.memory.total_bytes > stage.room_bytes
+        _overfull(together)
+        for together in by_device.values()
+        if sum(stage.memory.total_bytes for stage in together) > together[0].room_bytes
     ]
     if problems:
         raise CapacityExceeded(f"the split does not fit: {'; '.join(problems)}")
+
+
+def _overfull(stages: Sequence[StagePlan]) -> str:
+    """What the stages of one device need, and what it has."""
+    mib = 2**20
+    layers = " and ".join(str(stage.layers) for stage in stages)
+    weights = sum(stage.memory.weight_bytes for stage in stages) / mib
+    cache = sum(stage.memory.kv_bytes for stage in stages) / mib
+    arena = sum(stage.memory.arena_bytes for stage in stages) / mib
+    return (
+        f"layers {layers} on {stages[0].device.id} need {weights + cache + arena:.1f} MiB (weights {weights:.1f},"
+        f" cache {cache:.1f}, arena {arena:.1f}), {stages[0].room_bytes / mib:.1f} MiB are free there"
+    )
