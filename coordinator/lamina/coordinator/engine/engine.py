@@ -117,7 +117,7 @@ class TokenStream:
             self._end(finished=True)
         return event
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         """Want no more; the request is cancelled unless it has ended."""
         self._end(finished=False)
 

@@ -70,8 +70,8 @@ class ChatEncoder:
     """Turns conversations into prompt ids for one model."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self.template = template
         self._tokenizer = tokenizer
-        self._template = template
         self._guard = Guard.against(tokenizer.guarded_texts)
 
     def encode(
@@ -104,7 +104,7 @@ class ChatEncoder:
         strings = plain.strings()
         if all(map(self._guard.is_harmless, strings)):
             return text, ""
-        mark = unused_character([*strings, self._template.source])
+        mark = unused_character([*strings, self.template.source])
         marked_text = self._print_if_same(plain.marked(self._guard, mark, self._guard.every_start), mark, text)
         if marked_text is None:
             marked_text = self._print(plain.marked(self._guard, mark, self._guard.every_whole))
@@ -119,7 +119,7 @@ class ChatEncoder:
         return marked_text if marked_text.replace(mark, "") == text else None
 
     def _print(self, content: _Input) -> str:
-        return self._template.render(
+        return self.template.render(
             content.messages,
             add_generation_prompt=content.add_generation_prompt,
             tools=content.tools,

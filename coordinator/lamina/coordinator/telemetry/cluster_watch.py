@@ -1,0 +1,183 @@
+"""The last look at the workers: up or not, memory, stages, how busy. One task asks every few seconds.
+
+Owned by the coordinator's loop. Nothing here is on a token's path, nothing waits for an answer to show what is known.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.core import GaugeMetricFamily, Metric, SummaryMetricFamily
+
+from lamina.coordinator.cluster.client import WorkerClient
+from lamina.spec.device import LoadedStage, WorkerProfile
+from lamina.spec.errors import LaminaError
+from lamina.spec.placement import Placement
+
+PERIOD_S = 2.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StageLook:
+    """A stage as its worker described it; the shares are of the time since the look before."""
+
+    worker: str
+    device: str
+    stage: LoadedStage
+    busy_ratio: float
+    steps_per_s: float
+
+
+class ClusterWatch:
+    """Follows the workers of one placement at a time."""
+
+    def __init__(self) -> None:
+        self._clients: tuple[WorkerClient, ...] = ()
+        self._placement: Placement | None = None
+        self._link_rtts_s: tuple[float, ...] = ()
+        self._profiles: dict[str, WorkerProfile] = {}
+        self._is_up: dict[str, bool] = {}
+        self._looks: dict[int, StageLook] = {}
+        self._last_s = 0.0
+
+    def follow(self, clients: Sequence[WorkerClient], placement: Placement, link_rtts_s: Sequence[float]) -> None:
+        """Look at these from now on; `link_rtts_s` are the round trips of the edges in stage order."""
+        self._clients = tuple(clients)
+        self._placement = placement
+        self._link_rtts_s = tuple(link_rtts_s)
+        self._profiles = {client.profile.name: client.profile for client in clients}
+        self._is_up = dict.fromkeys(self._profiles, True)
+        self._looks.clear()
+
+    def lose_all(self) -> None:
+        """Nobody is followed any more; what was known last stays to be shown, as not up."""
+        self._clients = ()
+        self._is_up = dict.fromkeys(self._is_up, False)
+
+    async def run(self, period_s: float = PERIOD_S) -> None:
+        """Look for ever."""
+        while True:
+            await self.look()
+            await asyncio.sleep(period_s)
+
+    async def look(self) -> None:
+        """Ask every worker once."""
+        clients = self._clients
+        answers = await asyncio.gather(*(client.describe() for client in clients), return_exceptions=True)
+        if clients is not self._clients:
+            return  # others are followed by now
+        now = time.monotonic()
+        elapsed_s, self._last_s = now - self._last_s, now
+        for client, answer in zip(clients, answers, strict=True):
+            name = client.profile.name
+            if isinstance(answer, WorkerProfile):
+                self._profiles[name] = answer
+                self._take_stages(answer, elapsed_s)
+            elif not isinstance(answer, LaminaError):
+                _log.error("looking at worker %s failed: %r", name, answer)
+            self._is_up[name] = isinstance(answer, WorkerProfile)
+
+    def snapshot(self) -> dict[str, object]:
+        """For /admin/cluster."""
+        return {
+            "epoch": self._placement.epoch if self._placement else 0,
+            "workers": [self._worker_object(profile) for profile in self._profiles.values()],
+            "stages": [self._stage_object(index) for index in sorted(self._looks)],
+            "links": [
+                {"from_stage": i, "to_stage": (i + 1) % len(self._link_rtts_s), "rtt_s": rtt_s}
+                for i, rtt_s in enumerate(self._link_rtts_s)
+            ],
+        }
+
+    def metrics(self) -> Iterator[Metric]:
+        """For Prometheus."""
+        up = GaugeMetricFamily("lamina_worker_up", "Whether the worker answers.", labels=["worker"])
+        layers = GaugeMetricFamily("lamina_worker_layers", "Layers on the worker.", labels=["worker"])
+        memory = GaugeMetricFamily(
+            "lamina_worker_memory_bytes", "Memory of its devices.", labels=["worker", "device", "kind"]
+        )
+        for name, profile in self._profiles.items():
+            up.add_metric([name], float(self._is_up[name]))
+            layers.add_metric(
+                [name], sum(len(look.stage.layers) for look in self._looks.values() if look.worker == name)
+            )
+            for device in profile.devices:
+                memory.add_metric([name, str(device.id.index), "total"], device.total_bytes)
+                memory.add_metric([name, str(device.id.index), "free"], device.free_bytes)
+        steps = SummaryMetricFamily(
+            "lamina_stage_step_seconds", "Time inside the stage's operations.", labels=["worker", "stage"]
+        )
+        bubble = GaugeMetricFamily(
+            "lamina_stage_bubble_ratio", "Share of time the stage waited.", labels=["worker", "stage"]
+        )
+        for index, look in self._looks.items():
+            steps.add_metric([look.worker, str(index)], look.stage.num_steps, look.stage.busy_s)
+            bubble.add_metric([look.worker, str(index)], 1 - look.busy_ratio)
+        rtt = GaugeMetricFamily(
+            "lamina_link_rtt_seconds", "Round trip to the next stage, at loading.", labels=["stage"]
+        )
+        for index, seconds in enumerate(self._link_rtts_s):
+            rtt.add_metric([str(index)], seconds)
+        epoch = self._placement.epoch if self._placement else 0
+        yield from (up, layers, memory, steps, bubble, rtt)
+        yield GaugeMetricFamily("lamina_placement_epoch", "Epoch of the placement.", epoch)
+
+    def _take_stages(self, profile: WorkerProfile, elapsed_s: float) -> None:
+        placement = self._placement
+        for stage in profile.stages:
+            if placement is None or stage.placement != placement.id:
+                continue
+            before = self._looks.get(stage.stage)
+            busy_s = stage.busy_s - before.stage.busy_s if before else 0.0
+            num_steps = stage.num_steps - before.stage.num_steps if before else 0
+            self._looks[stage.stage] = StageLook(
+                worker=profile.name,
+                device=str(placement.stages[stage.stage].device),
+                stage=stage,
+                busy_ratio=min(1.0, max(0.0, busy_s / elapsed_s)) if elapsed_s > 0 else 0.0,
+                steps_per_s=max(0.0, num_steps / elapsed_s) if elapsed_s > 0 else 0.0,
+            )
+
+    def _worker_object(self, profile: WorkerProfile) -> dict[str, object]:
+        addresses = {client.profile.name: str(client.address) for client in self._clients}
+        return {
+            "name": profile.name,
+            "address": addresses.get(profile.name, profile.advertise),
+            "up": self._is_up[profile.name],
+            "version": profile.version.product,
+            "uptime_s": round(profile.uptime_s, 1),
+            "devices": [
+                {
+                    "index": device.id.index,
+                    "kind": device.kind,
+                    "name": device.name,
+                    "total_bytes": device.total_bytes,
+                    "free_bytes": device.free_bytes,
+                    "kernel": device.kernel,
+                    "compute_dtype": device.compute_dtype,
+                    "threads": device.threads,
+                }
+                for device in profile.devices
+            ],
+        }
+
+    def _stage_object(self, index: int) -> dict[str, object]:
+        look = self._looks[index]
+        stage = look.stage
+        return {
+            "stage": index,
+            "worker": look.worker,
+            "device": look.device,
+            "first_layer": stage.layers.start,
+            "num_layers": len(stage.layers),
+            "weight_bytes": stage.weight_bytes,
+            "cache_bytes": stage.cache_bytes,
+            "arena_bytes": stage.arena_bytes,
+            "num_steps": stage.num_steps,
+            "steps_per_s": round(look.steps_per_s, 2),
+            "busy_ratio": round(look.busy_ratio, 4),
+            "num_sequences": stage.num_sequences,
+        }
