@@ -75,6 +75,31 @@ class Tensor:
         return self.rows * self.cols // block_values * block_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _HalfScale:
+    """Where a block keeps its fp16 scale, and the rms of its values at scale 1 when all other bytes are random.
+
+    A minimum of `min_ratio` scales at `min_offset` brings the mean to 0.
+    """
+
+    offset: int
+    unit_rms: float
+    min_offset: int | None = None
+    min_ratio: float = 0.0
+
+
+_HALF_SCALES = {
+    _T.Q4_0: _HalfScale(0, 4.6),
+    _T.Q4_1: _HalfScale(0, 4.6, 2, -7.5),
+    _T.Q5_0: _HalfScale(0, 9.2),
+    _T.Q5_1: _HalfScale(0, 9.2, 2, -15.5),
+    _T.Q8_0: _HalfScale(0, 73.6),
+    _T.Q4_K: _HalfScale(0, 259.0, 2, 7.5),
+    _T.Q5_K: _HalfScale(0, 527.0, 2, 15.5),
+    _T.Q6_K: _HalfScale(208, 1370.0),
+}
+
+
 def tensors_of(shape: Shape) -> Iterator[Tensor]:
     """All tensors of the file, in file order."""
     query, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -113,7 +138,8 @@ def has_better_type(layer: int, num_layers: int) -> bool:
 def values_of(tensor: Tensor, rng: np.random.Generator) -> NDArray[np.generic]:
     """The tensor's values as they are stored: float32 [cols] of a vector, raw blocks uint8 [rows, row bytes] else.
 
-    A matrix decodes to values of mean 0 and rms about 1 / sqrt(cols), so that activations keep their size.
+    A matrix decodes to values of mean 0 and rms about 1 / sqrt(cols), so that activations keep their size. Raises
+    KeyError for a block type without a layout here.
     """
     if tensor.name == "rope_freqs.weight":
         return _llama3_divisors(tensor.cols)
@@ -126,17 +152,12 @@ def values_of(tensor: Tensor, rng: np.random.Generator) -> NDArray[np.generic]:
     words = rng.integers(0, 2**64, -(-tensor.num_bytes // 8), dtype=np.uint64)
     blocks = words.view(np.uint8)[: tensor.num_bytes].reshape(num_blocks, block_bytes)
     scales = np.exp(rng.uniform(-0.3, 0.3, num_blocks)) / math.sqrt(tensor.cols)
-    match tensor.kind:
-        case _T.Q8_0:  # d, 32 int8; no quantiser writes -128
-            np.maximum(blocks[:, 2:].view(np.int8), -127, out=blocks[:, 2:].view(np.int8))
-            _put_halves(blocks, 0, scales / 73.6)
-        case _T.Q4_K:  # d, dmin, scales and mins, nibbles: the mean of d sc q is what dmin mn takes off again
-            _put_halves(blocks, 0, scales / 259.0)
-            _put_halves(blocks, 2, scales / 259.0 * 7.5)
-        case _T.Q6_K:  # nibbles, high bits, int8 scales, d
-            _put_halves(blocks, 208, scales / 1370.0)
-        case other:
-            raise ValueError(f"{tensor.name}: no random blocks of type {other.name}")
+    if tensor.kind == _T.Q8_0:  # no quantiser writes -128
+        np.maximum(blocks[:, 2:].view(np.int8), -127, out=blocks[:, 2:].view(np.int8))
+    layout = _HALF_SCALES[tensor.kind]
+    _put_halves(blocks, layout.offset, scales / layout.unit_rms)
+    if layout.min_offset is not None:
+        _put_halves(blocks, layout.min_offset, scales / layout.unit_rms * layout.min_ratio)
     return blocks.reshape(tensor.rows, -1)
 
 

@@ -1,0 +1,101 @@
+// What this machine can do at most: reading memory, and int8 multiply-adds in registers. Compiled for the very machine.
+#include <algorithm>
+#include <barrier>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+#ifdef __AVX512VNNI__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Vector = std::int64_t __attribute__((vector_size(64)));
+
+double seconds(Clock::time_point since) { return std::chrono::duration<double>(Clock::now() - since).count(); }
+
+// Runs `work(thread)` on so many threads at once; the time of the slowest, from a common start.
+template <typename Work>
+double run_together(int num_threads, Work work) {
+  std::barrier gate(num_threads);
+  std::vector<double> times(num_threads);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < num_threads; ++t)
+    threads.emplace_back([&, t] {
+      gate.arrive_and_wait();
+      const auto start = Clock::now();
+      work(t);
+      times[t] = seconds(start);
+    });
+  for (auto& thread : threads) thread.join();
+  return *std::max_element(times.begin(), times.end());
+}
+
+std::int64_t read_all(const Vector* values, std::size_t count) {
+  Vector a{}, b{}, c{}, d{};
+  for (std::size_t i = 0; i + 4 <= count; i += 4) {
+    __builtin_prefetch(values + i + 36, 0, 3);
+    __builtin_prefetch(values + i + 37, 0, 3);
+    __builtin_prefetch(values + i + 38, 0, 3);
+    __builtin_prefetch(values + i + 39, 0, 3);
+    a += values[i], b += values[i + 1], c += values[i + 2], d += values[i + 3];
+  }
+  a += b + c + d;
+  return a[0] + a[1] + a[2] + a[3] + a[4] + a[5] + a[6] + a[7];
+}
+
+volatile std::int64_t sink;
+
+}  // namespace
+
+// GB/s of the best of `num_runs` passes over `num_bytes`, split over the threads.
+extern "C" double ceiling_read_gbps(std::size_t num_bytes, int num_threads, int num_runs) {
+  constexpr std::size_t kHuge = std::size_t{1} << 21;
+  const std::size_t part = num_bytes / num_threads / kHuge * kHuge;
+  auto* memory = static_cast<char*>(std::aligned_alloc(kHuge, part * num_threads));
+  if (memory == nullptr) return 0.0;
+#ifdef __linux__
+  madvise(memory, part * num_threads, MADV_HUGEPAGE);
+#endif
+  std::fill(memory, memory + part * num_threads, char{1});
+  double best = 1e30;
+  for (int run = 0; run < num_runs; ++run)
+    best = std::min(best, run_together(num_threads, [&](int t) {
+      sink = sink + read_all(reinterpret_cast<const Vector*>(memory + t * part), part / sizeof(Vector));
+    }));
+  std::free(memory);
+  return static_cast<double>(part) * num_threads / best / 1e9;
+}
+
+// 1e9 int8 multiply-adds per second, in registers only; 0 where the machine has no AVX-512 VNNI.
+extern "C" double ceiling_int8_gmacs(int num_threads, int num_runs) {
+#ifdef __AVX512VNNI__
+  constexpr int kChains = 16, kSteps = 2'000'000;
+  double best = 1e30;
+  for (int run = 0; run < num_runs; ++run)
+    best = std::min(best, run_together(num_threads, [](int) {
+      __m512i sums[kChains];
+      for (auto& sum : sums) sum = _mm512_setzero_si512();
+      __m512i x = _mm512_set1_epi8(3), w = _mm512_set1_epi8(5);
+      for (int step = 0; step < kSteps; ++step) {
+        asm volatile("" : "+v"(x), "+v"(w));  // the products must not be hoisted
+#pragma GCC unroll 16
+        for (auto& sum : sums) sum = _mm512_dpbusd_epi32(sum, x, w);
+      }
+      __m512i total = sums[0];
+      for (int i = 1; i < kChains; ++i) total = _mm512_add_epi32(total, sums[i]);
+      sink = sink + _mm512_reduce_add_epi32(total);
+    }));
+  return 64.0 * kChains * kSteps * num_threads / best / 1e9;
+#else
+  (void)num_threads, (void)num_runs;
+  return 0.0;
+#endif
+}
