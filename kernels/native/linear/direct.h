@@ -97,12 +97,13 @@ LAMINA_INLINE F32x16 finish_super(const uint8_t* header, F32x16 dots, I32x16 min
 
 template <int kType, int kNumCols>
 LAMINA_INLINE I32x16 sum_mins(const uint8_t* header, const uint8_t* act, int c) {
-  constexpr int kPairs = format_of(kType).scale_group == 16 ? super256::kPairs16 : super256::kPairs32;
+  constexpr int kPlane = format_of(kType).scale_group == 16 ? super256::kPairs16 : super256::kPairs32;
+  constexpr int kPairs = num_min_pairs<kType>();
   I32x16 sum = zero_i32();
   if constexpr (format_of(kType).has_min) {
     LAMINA_UNROLL
-    for (int i = 0; i < num_min_pairs<kType>(); ++i) {
-      sum = dot_pairs(sum, super_mins<kType>(header, i), act + kPairs * kNumCols + (i * kNumCols + c) * 4);
+    for (int i = 0; i < kPairs; ++i) {
+      sum = dot_pairs(sum, super_mins<kType>(header, i), act + kPlane * kNumCols + (i * kNumCols + c) * 4);
     }
   }
   return sum;

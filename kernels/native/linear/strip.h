@@ -72,9 +72,10 @@ static void unpack_super(const uint8_t* super, int, int tile, Strip<kTiles>& str
   }
   store_f32(entry<kTiles>(strip.d, 0, tile), load_half(super + kOffsetD));
   if constexpr (f.has_min) {
+    constexpr int kPairs = num_min_pairs<kType>();
     store_f32(entry<kTiles>(strip.dmin, 0, tile), load_half(super + kOffsetDmin));
     LAMINA_UNROLL
-    for (int i = 0; i < num_min_pairs<kType>(); ++i) {
+    for (int i = 0; i < kPairs; ++i) {
       store_pairs(entry<kTiles>(strip.mins, i, tile), super_mins<kType>(super, i));
     }
   }

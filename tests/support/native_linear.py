@@ -1,42 +1,22 @@
 """The native matrix code through its flat test interface: packs, multiplies and unpacks on any instruction set.
 
-Owns the ctypes mirror of `LinearArgs`; knows nothing of backends. Arrays go in and come out as numpy float32.
+Owns the ctypes mirror of `lamina::LinearArgs`; knows nothing of backends. Arrays go in and come out as numpy float32.
 """
 
 import ctypes
 from dataclasses import dataclass
-from enum import IntEnum
+from itertools import pairwise
 
 import numpy as np
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
-
-class Isa(IntEnum):
-    """Values of `lamina::Isa`."""
-
-    SCALAR = 0
-    AVX2 = 1
-    AVX512_VNNI = 2
-    NEON = 3
-
-
-class Mode(IntEnum):
-    """Values of `lamina::LinearMode`."""
-
-    STORE = 0
-    ACCUMULATE = 1
-    GATE_SILU = 2
-    GATE_GELU_TANH = 3
-
-
-class _PackedPart(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int32), ("rows", ctypes.c_int32), ("cols", ctypes.c_int32), ("data", ctypes.c_void_p))
+from lamina.kernels.cpu.descriptors import Isa, LinearMode, PackedPart
 
 
 class _LinearArgs(ctypes.Structure):
     _fields_ = (
-        ("parts", ctypes.POINTER(_PackedPart)),
+        ("parts", ctypes.POINTER(PackedPart)),
         ("num_parts", ctypes.c_int32),
         ("bias", ctypes.c_void_p),
         ("x", ctypes.c_void_p),
@@ -88,13 +68,18 @@ class NativeLinear:
         library.lamina_test_linear.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(_LinearArgs))
 
     def pack(
-        self, isa: Isa, tensor_type: GGMLQuantizationType, blocks: NDArray[np.uint8], cols: int, split: int | None = None
+        self,
+        isa: Isa,
+        tensor_type: GGMLQuantizationType,
+        blocks: NDArray[np.uint8],
+        cols: int,
+        split: int | None = None,
     ) -> Packed:
         """Pack raw GGUF `blocks` [rows, row bytes]; with `split` the rows before and after it in two calls."""
         rows, row_bytes = blocks.shape
         data = aligned(self._library.lamina_test_packed_bytes(isa, tensor_type, rows, cols))
         bounds = [0, rows] if split is None else [0, split, rows]
-        for begin, end in zip(bounds, bounds[1:], strict=False):
+        for begin, end in pairwise(bounds):
             self._library.lamina_test_pack(
                 isa, blocks.ctypes.data, row_bytes, begin, end, tensor_type, rows, cols, data.ctypes.data
             )
@@ -113,19 +98,19 @@ class NativeLinear:
         parts: list[Packed],
         x: NDArray[np.float32],
         *,
-        mode: Mode = Mode.STORE,
+        mode: LinearMode = LinearMode.STORE,
         bias: NDArray[np.float32] | None = None,
         out: NDArray[np.float32] | None = None,
         threads: int = 1,
     ) -> NDArray[np.float32]:
         """x [rows, cols] times the stacked parts; `x` and `out` may have a larger row stride than they have columns."""
-        gated = mode in (Mode.GATE_SILU, Mode.GATE_GELU_TANH)
+        gated = mode in (LinearMode.GATE_SILU, LinearMode.GATE_GELU_TANH)
         width = parts[0].rows if gated else sum(part.rows for part in parts)
         if out is None:
             out = np.full((len(x), width), np.nan, np.float32)
         isa = parts[0].isa
         scratch = aligned(self._library.lamina_test_scratch_bytes(isa, len(x), parts[0].cols, width))
-        array = (_PackedPart * len(parts))(*(_PackedPart(p.type, p.rows, p.cols, p.data.ctypes.data) for p in parts))
+        array = (PackedPart * len(parts))(*(PackedPart(p.type, p.rows, p.cols, p.data.ctypes.data) for p in parts))
         args = _LinearArgs(
             array, len(parts), None if bias is None else bias.ctypes.data, x.ctypes.data, x.strides[0] // 4,
             out.ctypes.data, out.strides[0] // 4, len(x), mode, scratch.ctypes.data,
