@@ -5,10 +5,12 @@ hand. No scheduler and no engine: a test says which step is issued when.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+import gc
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lamina.coordinator.cluster.client import LoadProgress, StageLoaded, WorkerClient
 from lamina.coordinator.cluster.deploy import deploy
@@ -196,11 +198,23 @@ class Talk:
         return self.tokens
 
 
-async def eventually(check: "asyncio.Future[bool] | object", deadline_s: float = DEADLINE_S) -> None:
-    """Wait until the callable is true."""
-    assert callable(check)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(deadline_s):
-            while not check():
-                await asyncio.sleep(0.01)
-    assert check()
+async def eventually(check: Callable[[], bool]) -> None:
+    """Wait until `check` holds. Raises TimeoutError."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not check():
+            await asyncio.sleep(0.01)
+
+
+def run_scene(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a test in a loop of its own. Afterwards no task may be left, and no exception may have been lost."""
+    unhandled: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+        await scene()
+        own = asyncio.current_task()
+        await eventually(lambda: asyncio.all_tasks() <= {own})
+
+    asyncio.run(main())
+    gc.collect()
+    assert unhandled == []

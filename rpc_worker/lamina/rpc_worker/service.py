@@ -113,7 +113,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def Unload(self, request: wpb.UnloadRequest, context: Context) -> wpb.UnloadResponse:  # noqa: N802
         """Free a placement's stages; unknown ones are nothing to complain about."""
-        return wpb.UnloadResponse(num_stages=await self._registry.unload(request.placement))
+        return wpb.UnloadResponse(num_stages=await self._registry.unload(request.placement, request.epoch))
 
     # The stubs know only generators; answers here come from another task, through context.write.
     async def Steps(  # type: ignore[override] # noqa: N802

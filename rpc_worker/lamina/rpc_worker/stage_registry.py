@@ -97,13 +97,18 @@ class StageRegistry:
             await self._evict(request)
             return await self._load_new(request, model, progress)
 
-    async def unload(self, placement: str) -> int:
-        """Free all stages of a placement; how many there were."""
+    async def unload(self, placement: str, epoch: int) -> int:
+        """Free a placement's stages of this epoch, and of earlier ones that nobody controls; how many there were."""
         async with self._loading:
-            keys = [key for key in self._stages if key[0] == placement]
-            for key in keys:
-                await self._free(key, "it was unloaded")
-            return len(keys)
+            ended = [
+                runtime.key
+                for runtime in self
+                if runtime.key.placement == placement
+                and (runtime.key.epoch == epoch or (runtime.key.epoch < epoch and not runtime.is_controlled))
+            ]
+            for key in ended:
+                await self._free((key.placement, key.index), "it was unloaded")
+            return len(ended)
 
     async def link(self, runtime: StageRuntime, next_address: Address) -> float:
         """Open the edge to the next stage, handed over in memory if it lives here; its round trip in seconds."""
@@ -124,7 +129,8 @@ class StageRegistry:
         """The worker stops: no further load, and every controller is told."""
         self._closing = True
         for runtime in self:
-            runtime.fail(Unavailable("the worker is shutting down"))
+            if runtime.is_controlled:
+                runtime.fail(Unavailable("the worker is shutting down"))
 
     async def close(self) -> None:
         """Free everything, once a load in progress has noticed."""
@@ -223,7 +229,8 @@ class StageRegistry:
             return
         runtime = held.runtime
         _log.info("stage %s#%d is freed: %s", *key, why)
-        runtime.fail(Unavailable(why))
+        if runtime.is_controlled:
+            runtime.fail(Unavailable(why))
         await runtime.end()
         await runtime.device.call(runtime.stage.free)
 

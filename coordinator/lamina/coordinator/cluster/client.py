@@ -146,9 +146,9 @@ class WorkerClient:
         response: wpb.LinkStageResponse = await self._call(self._stub.LinkStage(request, timeout=CALL_DEADLINE_S))
         return response.rtt_s
 
-    async def unload(self, placement_id: str) -> int:
-        """Free a placement's stages there; how many there were."""
-        request = wpb.UnloadRequest(placement=placement_id)
+    async def unload(self, placement: Placement) -> int:
+        """Free a placement's stages there, of its epoch and abandoned earlier ones; how many there were."""
+        request = wpb.UnloadRequest(placement=placement.id, epoch=placement.epoch)
         response: wpb.UnloadResponse = await self._call(self._stub.Unload(request, timeout=CALL_DEADLINE_S))
         return response.num_stages
 

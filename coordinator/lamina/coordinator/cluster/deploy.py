@@ -35,17 +35,16 @@ async def deploy(
         num_blocks = agree_on_blocks(spec, settings, loaded, wanted_blocks)
         for stage in placement.stages:
             await workers[stage.device.worker].allocate_cache(placement, stage, num_blocks)
-        if len(placement.stages) > 1:
-            await _link_all(placement, workers)
+        link_rtts_s = await _link_all(placement, workers) if len(placement.stages) > 1 else []
         for stage in placement.stages:
             calls.append(await workers[stage.device.worker].open_steps(placement, stage, settings))
     except BaseException:
         for call in calls:
             call.cancel()
-        unloads = [workers[name].unload(placement.id) for name in {s.device.worker for s in placement.stages}]
+        unloads = [workers[name].unload(placement) for name in {s.device.worker for s in placement.stages}]
         await asyncio.gather(*unloads, return_exceptions=True)
         raise
-    return Pipeline(placement, settings, num_blocks, workers, calls)
+    return Pipeline(placement, settings, num_blocks, workers, calls, link_rtts_s)
 
 
 def agree_on_blocks(

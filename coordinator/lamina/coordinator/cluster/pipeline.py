@@ -4,7 +4,7 @@ Owned by the coordinator's loop. It routes; it decides nothing.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import grpc
 
@@ -28,10 +28,12 @@ class Pipeline:
         num_blocks: tuple[int, ...],
         workers: Mapping[WorkerName, WorkerClient],
         calls: list[StepsCall],
+        link_rtts_s: Sequence[float] = (),
     ) -> None:
         self.placement = placement
         self.settings = settings
         self.num_blocks = num_blocks
+        self.link_rtts_s = tuple(link_rtts_s)  # of the edges in stage order, when they were opened
         self._workers = [workers[stage.device.worker] for stage in placement.stages]
         self._calls = calls
         self._outgoing: list[asyncio.Queue[pb.StepsRequest]] = [asyncio.Queue() for _ in calls]
@@ -84,7 +86,7 @@ class Pipeline:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._lose(WorkerLost(f"placement {self.placement.id} was closed"))
         if unload:
-            ends = [worker.unload(self.placement.id) for worker in {id(w): w for w in self._workers}.values()]
+            ends = [worker.unload(self.placement) for worker in {id(w): w for w in self._workers}.values()]
             await asyncio.gather(*ends, return_exceptions=True)
 
     def _take(self, done: StepDone) -> None:
