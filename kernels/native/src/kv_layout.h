@@ -10,6 +10,7 @@
 namespace lamina {
 
 constexpr int kQ8Group = 32;
+constexpr int kMostKvDim = 1024;
 
 struct KvLayout {
   int64_t value_offset;
@@ -22,7 +23,7 @@ struct KvLayout {
 static inline int64_t kv_element_bytes(KvType type) { return type == KvType::kF32 ? 4 : type == KvType::kQ8 ? 1 : 2; }
 
 static inline bool kv_supports(KvType type, int key_dim, int value_dim) {
-  if (key_dim <= 0 || value_dim <= 0 || key_dim > 1024 || value_dim > 1024) return false;
+  if (key_dim <= 0 || value_dim <= 0 || key_dim > kMostKvDim || value_dim > kMostKvDim) return false;
   return type != KvType::kQ8 || (key_dim % kQ8Group == 0 && value_dim % kQ8Group == 0);
 }
 
