@@ -4,11 +4,12 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lamina.coordinator.cluster.client import LoadProgress, StageLoaded, WorkerClient
 from lamina.coordinator.cluster.deploy import deploy
+from lamina.coordinator.cluster.pipeline import Pipeline
 from lamina.coordinator.engine.engine import Engine
 from lamina.coordinator.engine.policy import SchedulerConfig
 from lamina.coordinator.engine.scheduler import Scheduler
@@ -37,6 +38,17 @@ class SplitChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class SchedulingChoice:
+    """What the operator may choose of the scheduler's policies; see SchedulerConfig."""
+
+    admission: str = "optimistic"
+    policy: str = "fcfs"
+    prefix_caching: bool = True
+    prefill_chunk_tokens: int = 512
+    max_waiting: int = 256
+
+
+@dataclass(frozen=True, slots=True)
 class SessionSettings:
     """What a session is asked for."""
 
@@ -44,6 +56,7 @@ class SessionSettings:
     split: SplitChoice
     stage: StageSettings
     num_tokens: int  # cache capacity over all sequences
+    scheduling: SchedulingChoice = SchedulingChoice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +66,8 @@ class Session:
     model: ModelFile
     stages: tuple[StagePlan, ...]
     engine: Engine
+    pipeline: Pipeline
+    workers: tuple[WorkerClient, ...]
 
 
 Dialled = list[tuple[WorkerClient, DeviceProfile]]
@@ -142,11 +157,12 @@ async def open_session(
             max_logit_rows=settings.stage.max_logit_rows,
             max_context=settings.stage.max_context,
             num_blocks=pipeline.num_blocks,
+            **asdict(settings.scheduling),
         )
         engine = Engine(Scheduler(config, placement.epoch), pipeline)
         engine.start()
         try:
-            yield Session(model, stages, engine)
+            yield Session(model, stages, engine, pipeline, tuple(clients))
         finally:
             await asyncio.shield(engine.close(unload=True))
     finally:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from lamina.coordinator.cli import options
+from lamina.coordinator.cli import options, server_commands
+from lamina.coordinator.cli.config_file import Config
 from lamina.coordinator.cli.plan import plan_offline, plan_online, print_plan
 from lamina.coordinator.cli.run import RunRequest
 from lamina.coordinator.cli.run import run as run_prompt
@@ -56,6 +57,7 @@ def run(
     wire_dtype: options.WireDtype = "f32",
     max_rows: options.MaxRows = 512,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the answer.")] = False,
+    config: Config = None,
 ) -> None:
     """Answer one prompt with the model split over the workers."""
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
@@ -82,6 +84,7 @@ def plan(
     kv_dtype: options.KvDtype = "f16",
     max_rows: options.MaxRows = 512,
     as_json: options.Json = False,
+    config: Config = None,
 ) -> None:
     """Show what a split would cost in bytes of weights, KV cache and arena; loads nothing."""
     opened = open_model_file(model)
@@ -93,6 +96,9 @@ def plan(
     else:
         stages = plan_offline(opened, settings, options.parse_sizes(memory) if memory else None)
     print_plan(opened, stages, as_json=as_json)
+
+
+server_commands.register(app)
 
 
 def _session_settings(

@@ -25,6 +25,7 @@ class Engine:
         self._clock = clock
         self._streams: dict[RequestId, TokenStream] = {}
         self._failure: LaminaError | None = None
+        self._ended: asyncio.Future[LaminaError] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -35,6 +36,10 @@ class Engine:
     def failure(self) -> LaminaError | None:
         """What ended the pipeline, None while it runs."""
         return self._failure
+
+    async def wait_for_failure(self) -> LaminaError:
+        """What ended the pipeline, once it has ended."""
+        return await asyncio.shield(self._ended)
 
     def submit(self, request: SequenceRequest) -> "TokenStream":
         """Queue a request. Iterate the stream to its end, or close it.
@@ -87,6 +92,7 @@ class Engine:
 
     def _fail(self, error: LaminaError) -> None:
         self._failure = error
+        self._ended.set_result(error)
         for stream in self._streams.values():
             stream.put(error)
 

@@ -1,0 +1,96 @@
+"""`--config FILE`: one YAML file for everything that a flag can say. Flags win over the environment, that over it.
+
+Keys are the long names of options (and of arguments), with - or _; lists become comma-separated values. A key of
+another command is fine, so that one file serves all; a key of none is an error with its line.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from lamina.spec.errors import InvalidConfig
+
+_MAX_FILE_BYTES = 2**20
+Scalar = str | int | float | bool | None
+
+
+def _apply(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the file's values the defaults of the command that is being parsed."""
+    if path is not None:
+        own, others = _parameter_names(context.command), _all_names(context.find_root().command)
+        values: dict[str, Any] = {}
+        for key, (line, value) in read_config(path).items():
+            name = key.replace("-", "_")
+            if name in own:
+                values[name] = value
+            elif name not in others:
+                raise InvalidConfig(f"{path}:{line}: unknown key {key!r}; keys are the long names of options")
+        context.default_map = {**(context.default_map or {}), **values}
+    return path
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        help="YAML file with values for options; flags and the environment win over it.",
+        envvar="LAMINA_CONFIG",
+        callback=_apply,
+        is_eager=True,
+        show_default=False,
+    ),
+]
+
+
+def read_config(path: Path) -> dict[str, tuple[int, Scalar]]:
+    """(line, value) by key. Raises InvalidConfig that names file and line."""
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise InvalidConfig(f"{path}: larger than {_MAX_FILE_BYTES} bytes, this is no configuration")
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{path}: cannot be read as a configuration: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else 1
+        raise InvalidConfig(f"{path}:{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    if root is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        raise InvalidConfig(f"{path}:{_line(root)}: must be `key: value` lines")
+    values: dict[str, tuple[int, Scalar]] = {}
+    for key_node, value_node in root.value:
+        key = str(key_node.value)
+        if key in values:
+            raise InvalidConfig(f"{path}:{_line(key_node)}: {key!r} is given twice, first in line {values[key][0]}")
+        values[key] = (_line(key_node), _read_value(path, key, value_node))
+    return values
+
+
+def _read_value(path: Path, key: str, node: yaml.Node) -> Scalar:
+    if isinstance(node, yaml.ScalarNode):
+        return _construct(node)
+    if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
+        return ",".join(str(item.value) for item in node.value)
+    raise InvalidConfig(f"{path}:{_line(node)}: the value of {key!r} must be a single value or a list of them")
+
+
+def _construct(node: yaml.ScalarNode) -> Scalar:
+    """Numbers and truth values as such; anything else (dates, too) as it is written."""
+    value = yaml.SafeLoader("").construct_object(node)
+    return value if value is None or isinstance(value, bool | int | float) else str(node.value)
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _parameter_names(command: Any) -> set[str]:
+    """Of a command of typer's, whose base classes are not public."""
+    return {parameter.name for parameter in command.params if parameter.name}
+
+
+def _all_names(root: Any) -> set[str]:
+    commands = getattr(root, "commands", {"": root})
+    return set().union(*map(_parameter_names, commands.values()))

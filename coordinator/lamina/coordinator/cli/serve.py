@@ -1,0 +1,202 @@
+"""`coordinator serve`: the HTTP API from the first second, the model behind it as soon and as long as workers allow.
+
+Owns the life of the server: bring up, announce, notice a lost pipeline and bring it up again, drain, stop.
+"""
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+
+from lamina.coordinator.api.app import ApiSettings, create_app
+from lamina.coordinator.api.served_model import ServedModel
+from lamina.coordinator.api.service import InferenceService
+from lamina.coordinator.api.state import Draining, Loading, Lost, Ready, StageProgress
+from lamina.coordinator.cli.http_server import HttpServer, address_of, bind
+from lamina.coordinator.cli.options import is_interactive
+from lamina.coordinator.cli.progress import LoadBars, split_table
+from lamina.coordinator.cluster.client import LoadProgress, StageLoaded
+from lamina.coordinator.cluster.membership import JoinServer
+from lamina.coordinator.model_file import ModelFile
+from lamina.coordinator.planner.memory import StagePlan
+from lamina.coordinator.session import Report, Session, SessionSettings, addresses_of, open_session
+from lamina.coordinator.telemetry.metrics import Metrics
+from lamina.spec.address import Address
+from lamina.spec.errors import InvalidConfig, LaminaError, StaleEpoch, Unavailable, WorkerLost, WorkerUnreachable
+
+_log = logging.getLogger(__name__)
+_RETRY_S = 2.0
+_DRAIN_POLL_S = 0.05
+# What waiting may cure: a worker that is not up yet, or is busy with another coordinator that is going.
+_CURABLE = (WorkerUnreachable, WorkerLost, Unavailable, StaleEpoch)
+# Templates are rendered in threads; they must not hold the interpreter for the default 5 ms while tokens wait.
+_SWITCH_INTERVAL_S = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """What `serve` is asked for beside the session."""
+
+    listen: Address
+    api: ApiSettings
+    insecure: bool
+    model_name: str
+    join_listen: Address
+    num_workers: int  # that must have joined before the model is split over them
+    drain_s: float
+
+    def __post_init__(self) -> None:
+        if not self.listen.is_loopback and not self.api.api_key and not self.insecure:
+            raise InvalidConfig(
+                f"--host {self.listen.host} lets others in without a key: give --api-key, or say --insecure"
+            )
+        if not self.join_listen.is_loopback and not self.insecure:
+            raise InvalidConfig(f"--join-listen {self.join_listen} takes workers unencrypted: say --insecure")
+
+
+async def serve(model: ModelFile, session: SessionSettings, settings: ServeSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises InvalidConfig and what makes the model impossible on these workers."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    _install_signal_handlers(stop, hurry)
+    served = ServedModel(
+        settings.model_name, model.tokenizer, model.chat, session.stage.max_context, created_s=int(time.time())
+    )
+    service = InferenceService(served, Metrics())
+    bound = bind(settings.listen)
+    server = HttpServer(create_app(service, settings.api), bound)
+    console = Console(stderr=True, width=None if is_interactive() else 110)
+    keeper = _Keeper(model, session, service, console)
+    joins = None if addresses_of(session) else await JoinServer.start(settings.join_listen)
+    _announce(console, settings, address_of(bound), joins)
+    serving = asyncio.create_task(server.run_on_socket())
+    keeping = asyncio.create_task(keeper.keep(joins, settings.num_workers))
+    watching = asyncio.create_task(service.cluster.run())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((serving, keeping, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            await _drain(service, settings.drain_s, hurry)
+    finally:
+        server.should_exit = True
+        for task in (watching, stopping, keeping):
+            task.cancel()
+        await asyncio.gather(serving, watching, stopping, return_exceptions=True)
+        if joins is not None:
+            await joins.close()
+        service.close()
+    try:
+        await keeping  # takes the session down; raises what made the model impossible
+    except asyncio.CancelledError:
+        _log.info("stopped")
+
+
+class _Keeper:
+    """Keeps a session up: opens it, waits for its end, opens it again."""
+
+    def __init__(
+        self, model: ModelFile, settings: SessionSettings, service: InferenceService, console: Console
+    ) -> None:
+        self._model = model
+        self._settings = settings
+        self._service = service
+        self._console = console
+        self._progress: dict[int, StageProgress] = {}
+        self._has_served = False
+
+    async def keep(self, joins: JoinServer | None, num_workers: int) -> None:
+        """For ever. Raises what waiting cannot cure, if the model has never been up."""
+        while True:
+            settings = self._settings
+            if joins is not None:
+                self._wait_for(f"{num_workers} worker(s) to join at {joins.address}")
+                members = await joins.wait_for(num_workers)
+                settings = replace(settings, workers=tuple(member.address for member in members))
+            try:
+                await self._serve_once(settings)
+            except LaminaError as error:
+                if not self._has_served and not isinstance(error, _CURABLE):
+                    raise
+                _log.warning("%s; trying again every %g s", error, _RETRY_S)
+                self._wait_for(str(error))
+            self._service.cluster.lose_all()
+            await asyncio.sleep(_RETRY_S)
+
+    async def _serve_once(self, settings: SessionSettings) -> None:
+        """Open a session and serve until its pipeline ends, which it raises."""
+        self._progress = {}
+        async with AsyncExitStack() as stack:
+            with LoadBars(self._console, quiet=False, interactive=is_interactive()) as show:
+                opening = open_session(self._model, settings, self._show_split, self._report_to(show))
+                session = await stack.enter_async_context(opening)
+            self._take_over(session)
+            raise await session.engine.wait_for_failure()
+
+    def _take_over(self, session: Session) -> None:
+        self._has_served = True
+        placement = session.pipeline.placement
+        self._service.cluster.follow(session.workers, placement, session.pipeline.link_rtts_s)
+        self._set_state(Ready(session.engine))
+        self._console.print("ready", highlight=False)
+
+    def _show_split(self, stages: tuple[StagePlan, ...]) -> None:
+        self._console.print(split_table(stages))
+
+    def _report_to(self, show: Report) -> Report:
+        def report(event: LoadProgress | StageLoaded) -> None:
+            show(event)
+            stage = event.stage
+            known = self._progress.get(stage.index)
+            total = event.total_bytes if isinstance(event, LoadProgress) else known.total_bytes if known else 0
+            done = event.done_bytes if isinstance(event, LoadProgress) else total
+            progress = StageProgress(stage.index, stage.device.worker, str(stage.layers), done, total)
+            self._progress[stage.index] = progress
+            self._set_state(Loading(dict(self._progress)))
+
+        return report
+
+    def _wait_for(self, what: str) -> None:
+        self._set_state(Lost(what) if self._has_served else Loading(waiting_for=what))
+
+    def _set_state(self, state: Loading | Ready | Lost) -> None:
+        if not isinstance(self._service.state, Draining):
+            self._service.state = state
+
+
+async def _drain(service: InferenceService, deadline_s: float, hurry: asyncio.Event) -> None:
+    """Take nothing new, let what runs end."""
+    service.state = Draining()
+    end_s = time.monotonic() + deadline_s
+    if service.num_active:
+        _log.info("finishing %d request(s), at most %g s; signal again to stop at once", service.num_active, deadline_s)
+    while service.num_active and time.monotonic() < end_s and not hurry.is_set():
+        await asyncio.sleep(_DRAIN_POLL_S)
+
+
+def _install_signal_handlers(stop: asyncio.Event, hurry: asyncio.Event) -> None:
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+
+
+def _announce(console: Console, settings: ServeSettings, bound: Address, joins: JoinServer | None) -> None:
+    """The lines to paste elsewhere."""
+    url = f"http://{bound}"
+    lines = [f"{settings.model_name} at {url}, OpenAI base URL {url}/v1"]
+    lines.append(f"  chat:            coordinator chat --url {url}")
+    lines.append(f"  state:           coordinator status --url {url}")
+    if joins is not None:
+        port = joins.address.port
+        host = joins.address.host if joins.address.is_loopback else "THIS-HOST"
+        listen = "" if joins.address.is_loopback else " --listen 0.0.0.0:50051 --insecure"
+        lines.append(f"  add a worker:    rpc-worker --device cpu{listen} --join {host}:{port}")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
