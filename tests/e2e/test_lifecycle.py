@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.cluster import ROOT, addresses, coordinator, environment, running_workers, start_coordinator
+from support.processes import ROOT, addresses, coordinator, environment, running_workers, start_coordinator
 from support.models import smollm2_path
 
 pytestmark = pytest.mark.e2e
@@ -86,10 +86,10 @@ def test_demo_leaves_no_process_behind_when_interrupted(number: signal.Signals) 
 
 
 def test_demo_answers_and_ends() -> None:
-    command = [*DEMO, str(smollm2_path()), "What is the capital of France?"]
+    command = [*DEMO, str(smollm2_path()), "Explain in two sentences why the sky is blue."]
     result = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120, check=False)
     assert result.returncode == 0, result.stderr
-    assert "Paris" in result.stdout
+    assert "scatter" in result.stdout
     assert re.search(r"prefill: \d+ tokens in .* tokens/s \| decode: \d+ tokens in .* tokens/s", result.stderr)
     assert re.search(r"0-\d+ .*MiB", result.stderr)
 
