@@ -33,13 +33,14 @@ class ThreadGovernor:
         self._recent_waits = 0  # one bit per replay
         self._mean_s: dict[object, float] = {}  # by shape, at the present number of threads
         self._trial: _Trial | None = None
+        self._num_failed_trials = 0
         self._next_trial_s = 0.0
         self._pause_s = _FIRST_PAUSE_S
 
     def threads(self, key: object, now_s: float) -> int:
         """Threads for a replay of the shape `key`."""
         if self._trial is None and self._threads < self._max_threads and now_s >= self._next_trial_s:
-            self._begin(min(self._max_threads, self._threads + max(1, self._threads // 3)), key)
+            self._begin(min(self._max_threads, self._threads + self._stride()), key)
         if self._trial is not None and self._trial.key == key:
             return self._trial.threads
         return self._threads
@@ -57,7 +58,11 @@ class ThreadGovernor:
         self._recent_waits = (self._recent_waits << 1 | waited_long) & 0xFF
         suspicious = self._recent_waits.bit_count() >= _SUSPICIOUS_STEPS
         if suspicious and self._threads > 1 and now_s >= self._next_trial_s:
-            self._begin(self._threads - max(1, self._threads // 4), key)
+            self._begin(max(1, self._threads - self._stride() // 2), key)
+
+    def _stride(self) -> int:
+        """How far the next trial goes up; half as far down. Far first, then nearer: the best count may be anywhere."""
+        return (self._threads, self._threads // 2, 2)[self._num_failed_trials % 3] or 1
 
     def _begin(self, threads: int, key: object) -> None:
         baseline = self._mean_s.get(key)
@@ -82,5 +87,6 @@ class ThreadGovernor:
     def _end(self, now_s: float, *, kept: bool) -> None:
         self._trial = None
         self._recent_waits = 0
+        self._num_failed_trials = 0 if kept else self._num_failed_trials + 1
         self._pause_s = _FIRST_PAUSE_S if kept else min(2 * self._pause_s, _LONGEST_PAUSE_S)
         self._next_trial_s = now_s + self._pause_s
