@@ -18,8 +18,11 @@ def channel_options() -> Options:
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", 5_000),  # a suspended or unplugged peer is noticed without traffic, in 8 s (P-27)
-        ("grpc.keepalive_timeout_ms", 3_000),
+        # A suspended or unplugged peer is noticed without traffic, in 9 s (P-27). What counts for an unanswered ping is
+        # ping_timeout, a minute by default, whatever keepalive_timeout says.
+        ("grpc.keepalive_time_ms", 4_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.ping_timeout_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 200),
