@@ -47,7 +47,7 @@ lint: $(VENV)/.dev ## ruff, import contracts
 	PYTHONPATH=proto:coordinator:rpc_worker:kernels $(BIN)/lint-imports
 
 type: $(VENV)/.dev ## mypy --strict
-	$(BIN)/mypy -p lamina
+	$(BIN)/mypy -p lamina.spec -p lamina.wire -p lamina.coordinator -p lamina.rpc_worker -p lamina.kernels
 
 proto: $(VENV)/.dev ## regenerate the gRPC stubs
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py
