@@ -1,4 +1,4 @@
-"""What holds for every test: one thread for numpy's BLAS, since test machines are shared. Set before numpy is loaded."""
+"""What holds for every test: one thread for numpy's BLAS, since test machines are shared; set before numpy loads."""
 
 import os
 

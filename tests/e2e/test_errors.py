@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import WorkerProcess, addresses, coordinator, running_workers
+from support.cluster import WorkerProcess, addresses, coordinator, running_workers
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_llama_tied.gguf"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import ROOT, addresses, coordinator, environment, running_workers, start_coordinator
+from support.cluster import ROOT, addresses, coordinator, environment, running_workers, start_coordinator
 from support.models import smollm2_path
 
 pytestmark = pytest.mark.e2e

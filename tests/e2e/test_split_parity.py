@@ -14,7 +14,7 @@ from lamina.coordinator.session import Session, SessionSettings, SplitChoice, op
 from lamina.spec.address import parse_address
 from lamina.spec.placement import StageSettings
 from lamina.spec.sampling import SamplingParams
-from support.processes import WorkerProcess, running_workers
+from support.cluster import WorkerProcess, running_workers
 from support.models import smollm2_path
 
 pytestmark = pytest.mark.e2e

@@ -19,7 +19,11 @@ _COORDINATOR = [sys.executable, "-c", "from lamina.coordinator.cli import main; 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a child: the source roots, one BLAS thread, no LAMINA_* settings of the person who tests."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("LAMINA_") or key == "LAMINA_CPU_ISA"}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("LAMINA_") or key.startswith("LAMINA_CPU_")
+    }
     roots = os.pathsep.join(str(ROOT / root) for root in ("proto", "coordinator", "rpc_worker", "kernels"))
     return {**kept, "PYTHONPATH": roots, "OPENBLAS_NUM_THREADS": "1", "COLUMNS": "200", **(extra or {})}
 
