@@ -1,0 +1,80 @@
+"""response_format: what comes out follows the schema, what cannot be enforced is refused with the request."""
+
+import json
+import re
+
+import pytest
+
+from lamina.coordinator.model_file import ModelFile
+from support.scripted import Api, text_script
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def json_schema(schema: object) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": schema}}
+
+
+@pytest.mark.parametrize("route", ["chat", "complete"])
+def test_a_strict_schema_holds_whatever_the_model_wants(model: ModelFile, route: str) -> None:
+    """Logits that want prose, and random ones besides, still give a person."""
+    with Api(model, text_script(model, "Sure! Here is a person for you: ..."), random_logits=True) as api:
+        for seed in range(3):
+            body = getattr(api, route)(response_format=json_schema(PERSON), seed=seed, max_tokens=120).json()
+            (choice,) = body["choices"]
+            assert choice["finish_reason"] == "stop"
+            person = json.loads(choice["message"]["content"] if route == "chat" else choice["text"])
+            assert set(person) == {"name", "age"}
+            assert 0 <= person["age"] <= 120
+
+
+def test_json_object(model: ModelFile) -> None:
+    with Api(model, text_script(model, '{"a": [1, 2], "b": null}')) as api:
+        choice = api.chat(response_format={"type": "json_object"}, temperature=0).json()["choices"][0]
+        assert json.loads(choice["message"]["content"]) == {"a": [1, 2], "b": None}
+        assert choice["finish_reason"] == "stop"
+    with Api(model, text_script(model, "[1, 2]")) as api:
+        choice = api.chat(response_format={"type": "json_object"}, temperature=0, max_tokens=1).json()["choices"][0]
+        assert choice["message"]["content"].startswith("{")
+
+
+def test_white_space_is_bounded(model: ModelFile) -> None:
+    """A model that wants only spaces must leave them after 16 characters."""
+    brace, space = (model.tokenizer.encode(t, add_special=False, parse_special=False)[0] for t in ("{", " "))
+    with Api(model, lambda _, place: space if place else brace) as api:
+        choice = api.chat(response_format={"type": "json_object"}, temperature=0, max_tokens=60).json()["choices"][0]
+        assert re.match(r'\{ {1,16}["}]', choice["message"]["content"])
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "nonsense"}, "nonsense"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"$ref": "#/nowhere"}, "nowhere"),
+        ({"type": "string", "pattern": "("}, "regex"),
+        ({"type": "object", "properties": 3}, "properties"),
+    ],
+)
+def test_a_schema_nobody_can_follow_is_a_400(model: ModelFile, schema: object, reason: str) -> None:
+    with Api(model, text_script(model, "x")) as api:
+        response = api.chat(response_format=json_schema(schema))
+        assert response.status_code == 400
+        assert reason in response.json()["error"]["message"]
+        assert not api.pipeline.adds
+
+
+def test_a_forced_call_and_a_format_exclude_each_other(model: ModelFile) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    with Api(model, text_script(model, "x")) as api:
+        response = api.chat(tools=[tool], tool_choice="required", response_format={"type": "json_object"})
+        assert response.status_code == 400
+        assert "response_format" in response.json()["error"]["message"]
