@@ -167,9 +167,7 @@ def test_open_but_silent_port() -> None:
         server = await asyncio.start_server(lambda _, writer: held.append(writer), "127.0.0.1", 0)
         host, port = server.sockets[0].getsockname()[:2]
         start = time.monotonic()
-        with pytest.raises(
-            WorkerUnreachable, match=rf"worker {host}:{port}: no connection within 0.5 s; is"
-        ):
+        with pytest.raises(WorkerUnreachable, match=rf"worker {host}:{port}: no connection within 0.5 s; is"):
             await WorkerClient.dial(Address(host, port), deadline_s=0.5)
         assert time.monotonic() - start < 3
         server.close()

@@ -71,71 +71,80 @@ class TensorReader:
 
 
 class StageLoader:
-    """Builds the `StageWeights` of one layer range."""
+    """Builds the `StageWeights` of one layer range. Whatever it allocates is owned by them at once."""
 
     def __init__(self, backend: Backend, spec: ModelSpec, tensors: TensorIndex, reader: TensorReader) -> None:
         self._backend = backend
         self._spec = spec
         self._tensors = tensors
         self._reader = reader
+        self._weights = StageWeights(backend)
         self._frequencies: dict[RopeSpec, Buffer] = {}
 
     def load(self, layers: LayerRange) -> StageWeights:
-        """Read and lay out everything the stage needs. On failure nothing stays allocated."""
-        weights = StageWeights(self._backend)
+        """Read and lay out everything the stage needs; once. On failure nothing stays allocated."""
         try:
-            self._fill(weights, layers)
+            self._fill(layers)
         except BaseException:
-            weights.free()
+            self._weights.free()
             raise
-        return weights
+        return self._weights
 
-    def _fill(self, weights: StageWeights, layers: LayerRange) -> None:
-        spec = self._spec
+    def _fill(self, layers: LayerRange) -> None:
+        spec, weights = self._spec, self._weights
         is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
         if is_first:
-            weights.embedding = weights.own(self._linear("token_embd.weight"))
+            weights.embedding = self._linear("token_embd.weight")
         for layer in spec.layers_of(layers):
-            rope = layer.attention.rope
-            if rope not in self._frequencies:
-                self._frequencies[rope] = weights.own(self._inv_freq(rope))
-            weights.layers.append(self._layer(weights, layer))
+            weights.layers.append(self._layer(layer))
         if is_last:
-            weights.output_norm = weights.own(self._upload(self._vector("output_norm.weight")))
+            weights.output_norm = self._norm("output_norm.weight")
             if not spec.tie_embeddings:
-                weights.head = weights.own(self._linear("output.weight"))
+                weights.head = self._linear("output.weight")
             elif is_first:
                 weights.head = weights.embedding  # one copy serves both ends
             else:
-                weights.head = weights.own(self._linear("token_embd.weight"))
+                weights.head = self._linear("token_embd.weight")
 
-    def _layer(self, weights: StageWeights, layer: LayerSpec) -> LayerWeights:
+    def _layer(self, layer: LayerSpec) -> LayerWeights:
         blk, attention = f"blk.{layer.index}", layer.attention
         qkv_names = ("attn_qkv",) if layer.fused_qkv else ("attn_q", "attn_k", "attn_v")
-        qkv = self._linear(
-            *(f"{blk}.{name}.weight" for name in qkv_names),
-            biases=[f"{blk}.{name}.bias" for name in qkv_names] if attention.qkv_bias else [],
-        )
-        output = self._linear(
-            f"{blk}.attn_output.weight", biases=[f"{blk}.attn_output.bias"] if attention.output_bias else []
-        )
-        own = weights.own
         return LayerWeights(
-            attention_norm=own(self._norm(f"{blk}.attn_norm.weight")),
-            qkv=own(qkv),
-            query_norm=own(self._norm(f"{blk}.attn_q_norm.weight")) if attention.qk_norm else None,
-            key_norm=own(self._norm(f"{blk}.attn_k_norm.weight")) if attention.qk_norm else None,
-            inv_freq=self._frequencies[attention.rope],
-            output=own(output),
-            ffn_norm=own(self._norm(f"{blk}.ffn_norm.weight")),
-            gate_up=own(self._linear(f"{blk}.ffn_gate.weight", f"{blk}.ffn_up.weight")),
-            down=own(self._linear(f"{blk}.ffn_down.weight")),
+            attention_norm=self._norm(f"{blk}.attn_norm.weight"),
+            qkv=self._linear(
+                *(f"{blk}.{name}.weight" for name in qkv_names),
+                biases=[f"{blk}.{name}.bias" for name in qkv_names] if attention.qkv_bias else [],
+            ),
+            query_norm=self._norm(f"{blk}.attn_q_norm.weight") if attention.qk_norm else None,
+            key_norm=self._norm(f"{blk}.attn_k_norm.weight") if attention.qk_norm else None,
+            inv_freq=self._inv_freq(attention.rope),
+            output=self._linear(
+                f"{blk}.attn_output.weight", biases=[f"{blk}.attn_output.bias"] if attention.output_bias else []
+            ),
+            ffn_norm=self._norm(f"{blk}.ffn_norm.weight"),
+            gate_up=self._linear(f"{blk}.ffn_gate.weight", f"{blk}.ffn_up.weight"),
+            down=self._linear(f"{blk}.ffn_down.weight"),
         )
 
     def _linear(self, *names: str, biases: Sequence[str] = ()) -> Weight:
         bias = np.concatenate([self._vector(name) for name in biases]) if biases else None
         parts = [self._read(name) for name in names]
-        return self._backend.load_weight(parts, bias)
+        return self._weights.own(self._backend.load_weight(parts, bias))
+
+    def _norm(self, name: str) -> Buffer:
+        return self._upload(self._vector(name))
+
+    def _inv_freq(self, rope: RopeSpec) -> Buffer:
+        """One buffer for all layers that rotate alike."""
+        if rope not in self._frequencies:
+            factors = self._vector(ROPE_FACTORS) if rope.has_freq_factors else None
+            self._frequencies[rope] = self._upload(inverse_frequencies(rope, factors))
+        return self._frequencies[rope]
+
+    def _upload(self, values: NDArray[np.float32]) -> Buffer:
+        buffer = self._weights.own(self._backend.alloc(values.shape, DType.F32))
+        self._backend.upload(buffer, values)
+        return buffer
 
     def _vector(self, name: str) -> NDArray[np.float32]:
         return dequantize(self._read(name)).reshape(-1)
@@ -151,15 +160,3 @@ class StageLoader:
             return tensor
         values = dequantize(tensor) * self._vector(scale_name)[0]
         return HostTensor(GgmlType.F32, tensor.rows, tensor.cols, values.view(np.uint8))
-
-    def _norm(self, name: str) -> Buffer:
-        return self._upload(self._vector(name))
-
-    def _inv_freq(self, rope: RopeSpec) -> Buffer:
-        factors = self._vector(ROPE_FACTORS) if rope.has_freq_factors else None
-        return self._upload(inverse_frequencies(rope, factors))
-
-    def _upload(self, values: NDArray[np.float32]) -> Buffer:
-        buffer = self._backend.alloc(values.shape, DType.F32)
-        self._backend.upload(buffer, values)
-        return buffer
