@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -142,6 +143,9 @@ class EmulatedDevice:
 
     def copy(self, source: Span, target: Span) -> None:
         self._view(target)[...] = self._view(source)
+
+    def computing(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def array(self, values: Bytes) -> Any:
         return values

@@ -114,7 +114,8 @@ def _plan_few(
     entry = program("attention.cu", "attend_few", **_defines(args.cache))
     problem = _problem(planner, args, splits, most_queries, partial, tickets)
     grid = (splits, tiles, planner.shape.num_seqs)
-    planner.call(entry, grid, 32 * FEW_WARPS, *problem, *target, shared_bytes=part_bytes)
+    shared_bytes = (FEW_WARPS + 1) * part_bytes
+    planner.call(entry, grid, 32 * FEW_WARPS, *problem, *target, shared_bytes=shared_bytes)
 
 
 def _plan_many(planner: Planner, args: AttentionArgs, rows: Rows, few_queries: int, target: tuple[int, ...]) -> None:

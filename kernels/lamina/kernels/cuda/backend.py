@@ -219,7 +219,7 @@ class CudaBackend(LedgerBackend):
     # -- graphs
 
     def graph_bucket(self, shape: StepShape) -> Hashable | None:
-        """Powers of two of rows, sequences and logit rows up to 64 rows; larger steps (prefill) run op by op."""
+        """Sizes rounded up, see `graph.bucket_of`; steps of more than 4,096 rows run op by op."""
         return bucket_of(shape, self._planner.max_byte_rows) if self.capabilities.graphs else None
 
     def capture(self, fn: Callable[[], None], shape: StepShape) -> Graph:  # type: ignore[override]
@@ -239,7 +239,7 @@ class CudaBackend(LedgerBackend):
     def _plan(self, launches: Sequence[tuple[OpSpec, Args]], bucket: Bucket | None, shape: StepShape) -> list[Call]:
         """The calls of a recording, with grids for the largest step of the bucket."""
         calls: list[Call] = []
-        capacity = shape if bucket is None else bucket_capacity(bucket)
+        capacity = shape if bucket is None else bucket_capacity(bucket, largest_step(launches))
         one_row_each = shape.num_rows == shape.num_seqs
         self._planner.sink = calls.append
         self._planner.set_shape(capacity, one_row_each=one_row_each, exact=bucket is None)

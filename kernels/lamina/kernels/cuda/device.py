@@ -5,6 +5,7 @@ Nothing here imports torch or cupy.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
@@ -112,6 +113,9 @@ class Device(Protocol):
 
     def copy(self, source: Span, target: Span) -> None:
         """Device to device, same number of rows and bytes."""
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Inside it, what is computed with `arrays` is part of the stream's order."""
 
     def array(self, values: Bytes) -> Any:
         """A host array as an array of `arrays` on the device."""

@@ -8,6 +8,8 @@ from lamina.kernels.buffer import Buffer, Extent, StepShape
 from lamina.kernels.cuda.device import ExecutableGraph
 from lamina.kernels.ops import Args, OpSpec
 
+MAX_GRAPH_ROWS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -31,17 +33,30 @@ class LargestStep:
         return shape.num_rows <= self.rows and shape.num_seqs <= self.seqs and shape.num_logit_rows <= self.logit_rows
 
 
-def bucket_of(shape: StepShape, max_rows: int) -> Bucket | None:
-    """The bucket of a step, or None if it is too large to be worth a recording of its own."""
-    if shape.num_rows > max_rows:
+def bucket_of(shape: StepShape, max_byte_rows: int) -> Bucket | None:
+    """The bucket of a step, or None if it is too large to be worth a recording of its own.
+
+    Powers of two up to `max_byte_rows` rows. Beyond, products by cuBLAS take most of the time and compute whole
+    buckets: steps of 128 rows, later of 256.
+    """
+    seqs, logit_rows = _power_of_two(shape.num_seqs), _power_of_two(shape.num_logit_rows)
+    one_row_each = shape.num_rows == shape.num_seqs
+    if shape.num_rows <= max_byte_rows:
+        return Bucket(_power_of_two(shape.num_rows), seqs, logit_rows, one_row_each)
+    if shape.num_rows > MAX_GRAPH_ROWS:
         return None
-    rows, seqs, logit_rows = (_power_of_two(n) for n in (shape.num_rows, shape.num_seqs, shape.num_logit_rows))
-    return Bucket(rows, seqs, logit_rows, shape.num_rows == shape.num_seqs)
+    step = 128 if shape.num_rows <= 512 else 256
+    return Bucket(-(-shape.num_rows // step) * step, seqs, logit_rows, one_row_each)
 
 
-def bucket_capacity(bucket: Bucket) -> StepShape:
-    """The largest step of a bucket."""
-    return StepShape(bucket.rows, bucket.seqs, bucket.logit_rows)
+def bucket_capacity(bucket: Bucket, largest: LargestStep) -> StepShape:
+    """The largest step of a bucket that the recorded buffers hold.
+
+    A product computes that many rows at every replay: rows of `out` beyond the step's then hold nothing of use.
+    """
+    return StepShape(
+        min(bucket.rows, largest.rows), min(bucket.seqs, largest.seqs), min(bucket.logit_rows, largest.logit_rows)
+    )
 
 
 def largest_step(launches: Sequence[tuple[OpSpec, Args]]) -> LargestStep:

@@ -30,10 +30,13 @@ _ELEMENTS = {GgmlType.F32: 0, GgmlType.F16: 1, GgmlType.BF16: 2}  # ELEMENT of d
 _DENSE_DTYPES = {GgmlType.F32: DType.F32, GgmlType.F16: DType.F16, GgmlType.BF16: DType.BF16}
 _TARGETS = {DType.F32: 0, DType.BF16: 2, DType.F16: 3}  # Target of dequantise.cu
 _NO_PART = (0, 0, 0, 0, 0, 0)
-# by activation slots: column tiles, most warps of a block, blocks per multiprocessor that registers must allow
-_BYTE_KERNELS = {8: (1, 8, 3), 16: (2, 8, 2), 32: (4, 8, 1), 64: (8, 4, 2)}
-_DP4A_WARPS, _DP4A_BLOCKS = 16, 2
-WARPS_PER_MULTIPROCESSOR = 28
+
+# Launch bounds of the kernels on packed weights: most warps of a block, blocks that registers must suffice for.
+# Chosen by the compiler's register counts and by measurement on an H200; see benchmarks/cuda_backend.py.
+_ROW_BOUNDS = (12, 2)
+_DP4A_BOUNDS = (16, 2)
+_ROWS_BOUNDS = {8: (8, 2), 16: (8, 2), 32: (8, 2), 64: (4, 2)}  # by activation slots
+WARPS_PER_MULTIPROCESSOR = 32
 
 
 def storage_of(weight: Weight) -> CudaWeight:
@@ -74,7 +77,8 @@ def _multiply(planner: Planner, x: Buffer, weight: Weight, out: Buffer, rows: Ro
         if isinstance(part, PackedPart) and form.kind == BYTES:
             continue
         # a product writes as many rows as it is launched for, which in a recording may be more than `out` has
-        if isinstance(part, DensePart) and (rows.capacity <= DENSE_ROWS or not planner.exact):
+        few = rows.capacity <= DENSE_ROWS or (rows.capacity <= planner.max_byte_rows and not planner.exact)
+        if isinstance(part, DensePart) and few:
             _dense_linear(planner, stored, part, x, out, rows, flags)
         else:
             _multiply_slices(planner, stored, part, x, out, rows, flags)
@@ -94,19 +98,17 @@ def _byte_linear(
     flags: int,
 ) -> None:
     """One launch for one or two packed parts."""
-    use_mma = planner.has_byte_mma and form.slots > 1
-    tiles, max_warps, min_blocks = _BYTE_KERNELS[form.slots] if use_mma else (0, _DP4A_WARPS, _DP4A_BLOCKS)
-    defines: dict[str, str | int] = {"FORMAT": parts[0].format.name, "COLUMN_TILES": tiles}
-    defines |= {"COLUMNS": 1 if use_mma else form.slots, "MAX_WARPS": max_warps, "MIN_BLOCKS": min_blocks}
+    file, defines, (max_warps, min_blocks) = _byte_kernel(planner, parts, form.slots)
+    defines |= {"FORMAT": parts[0].format.name, "MAX_WARPS": max_warps, "MIN_BLOCKS": min_blocks}
     if len(parts) == 2:
         defines["FORMAT_B"] = parts[1].format.name
     first, second = (_part_args(stored, part) for part in (parts[0], parts[-1]))
     num_groups = sum(part.num_groups for part in parts)
-    num_units = max(part.num_chunks // part.format.chunks for part in parts)
-    warps = choose_warps(num_groups, num_units, max_warps, planner.device.num_multiprocessors)
+    num_spans = ceil_div(parts[0].num_chunks, 4)
+    warps = choose_warps(num_groups, num_spans, max_warps, planner.device.num_multiprocessors)
     codes, scales, *_ = planner.target(rows, x.num_columns, form)
     planner.call(
-        program("linear.cu", "linear", **defines),
+        program(file, "linear", **defines),
         (num_groups, 1, 1),
         32 * warps,
         *first,
@@ -122,11 +124,23 @@ def _byte_linear(
     )
 
 
-def choose_warps(num_groups: int, num_units: int, max_warps: int, num_multiprocessors: int) -> int:
-    """Warps per group of 16 rows: enough to fill the card, and such that each has about the same number of units."""
+def _byte_kernel(
+    planner: Planner, parts: list[PackedPart], slots: int
+) -> tuple[str, dict[str, str | int], tuple[int, int]]:
+    """Source, definitions and launch bounds of the kernel for so many activation rows."""
+    # Q2_K's minima per 16 values have no place in the one-row scheme
+    if not planner.has_byte_mma or (slots == 1 and any(part.format.type is GgmlType.Q2_K for part in parts)):
+        return "linear_dp4a.cu", {"COLUMNS": slots}, _DP4A_BOUNDS
+    if slots == 1:
+        return "linear_row.cu", {}, _ROW_BOUNDS
+    return "linear_rows.cu", {"COLUMN_TILES": slots // 8}, _ROWS_BOUNDS[slots]
+
+
+def choose_warps(num_groups: int, num_spans: int, max_warps: int, num_multiprocessors: int) -> int:
+    """Warps per group of 16 rows: enough to fill the card, each with about as many spans of 256 columns."""
     wanted = ceil_div(WARPS_PER_MULTIPROCESSOR * num_multiprocessors, num_groups)
-    warps = max(1, min(wanted, max_warps, num_units))
-    return ceil_div(num_units, ceil_div(num_units, warps))
+    warps = max(1, min(wanted, max_warps, num_spans))
+    return ceil_div(num_spans, ceil_div(num_spans, warps))
 
 
 def _part_args(stored: CudaWeight, part: PackedPart) -> tuple[int, ...]:

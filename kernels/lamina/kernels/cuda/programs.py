@@ -17,11 +17,14 @@ _INCLUDE = re.compile(r'#include "(\w+\.cuh)"')
 # One letter a value, as in `struct`: P address, i int, f float. A group of several letters is a struct passed by value.
 _ACTIVATIONS = "PPPiii"
 _PART = "PPiiii"
+_LINEAR = (_PART, _PART, "PPPPiiii")
 _ATTENTION = "P" * 11 + "i" * 8 + "ff"
 _HEADS = "Pii"
 
 SIGNATURES: Mapping[tuple[str, str], tuple[str, ...]] = {
-    ("linear.cu", "linear"): (_PART, _PART, "PPPPiiii"),
+    ("linear_row.cu", "linear"): _LINEAR,
+    ("linear_rows.cu", "linear"): _LINEAR,
+    ("linear_dp4a.cu", "linear"): _LINEAR,
     ("dequantise.cu", "dequantise"): (*"PPiiiiiii",),
     ("dequantise.cu", "embed"): (*"PPPPiiiiiiif",),
     ("dense.cu", "linear"): (*"PiiPiiPPiiP",),

@@ -11,7 +11,6 @@ from lamina.kernels.cuda.planner import BLOCK, Planner, address_of, ceil_div, me
 from lamina.kernels.cuda.programs import program
 from lamina.kernels.ops import LaunchError
 
-MAX_PAIRS = 256  # as in rows.cu
 _NO_HEADS = (0, 0, 0)
 _NO_ROTATION = (0, 0, 0, 0, 0.0)
 _NO_CACHE = (0, 0, 0, 0, 0, 0)
@@ -23,7 +22,7 @@ def plan_rms_norm(planner: Planner, x: Buffer, weight: Buffer, out: Buffer, eps:
     planner.wrote(out)
     common = (address_of(x), x.row_stride, address_of(weight), address_of(out), out.row_stride, columns)
     if group == columns:
-        threads = min(512, max(32, ceil_div(columns, 128) * 32))
+        threads = min(1024, ceil_div(columns, 128) * 32)
         target = planner.offer(out, rows)
         entry = program("rows.cu", "rms_norm")
         planner.call(entry, (rows.capacity, 1, 1), threads, *common, eps, rows.count_address, *target)
@@ -70,8 +69,6 @@ class RotationQueue:
         self, x: Buffer, positions: Buffer, inv_freq: Buffer, head_dim: int, layout: str, magnitude: float
     ) -> None:
         """Rotate x, now or together with what follows."""
-        if inv_freq.shape[0] > MAX_PAIRS:
-            raise LaunchError(f"rope: {inv_freq.shape[0]} frequencies, at most {MAX_PAIRS} have a kernel")
         rotation = _Rotation(x, positions, inv_freq, head_dim, layout, magnitude)
         if len(self._waiting) == 2 or (self._waiting and not self._waiting[0].goes_with(rotation)):
             self.flush()
@@ -115,10 +112,12 @@ class RotationQueue:
         head_dim: int,
     ) -> None:
         rows = self._planner.rows_of(rows_like)
+        value_dim = cache[4]
+        num_threads = (q[2] + k[2]) * ceil_div(head_dim, 2) + v[2] * int(value_dim)
         self._planner.forget()  # q and k are rarely the input of a linear
         entry = program("rows.cu", "rope_and_store")
         args = (*q, *k, *v, *rotation, *cache, head_dim, rows.count_address)
-        self._planner.call(entry, (rows.capacity, 1, 1), BLOCK, *args)
+        self._planner.call(entry, (rows.capacity, ceil_div(num_threads, BLOCK), 1), BLOCK, *args)
 
 
 def _v_heads(v: Buffer, cache: KvCache) -> tuple[int, int, int]:

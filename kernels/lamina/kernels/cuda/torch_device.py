@@ -7,6 +7,7 @@ process's default stream neither wait for it nor disturb it. One compute thread.
 import ctypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
@@ -91,13 +92,13 @@ class TorchDevice:
             raise CapacityExceeded(
                 f"{num_bytes / 2**20:.1f} MiB do not fit on {self.name}: {free / 2**20:.1f} MiB free, in pieces"
             ) from None
-        return Memory(int(tensor.data_ptr()), num_bytes, [tensor])
+        return Memory(int(tensor.data_ptr()), num_bytes, [tensor, {}])
 
     def release(self, memory: Memory) -> None:
         memory.handle.clear()
 
     def _view(self, span: Span) -> Any:
-        (tensor,) = span.memory.handle
+        tensor, _ = span.memory.handle
         return tensor.as_strided((span.num_rows, span.row_bytes), (span.pitch_bytes, 1), span.offset)
 
     def upload(self, span: Span, values: Bytes) -> None:
@@ -112,12 +113,15 @@ class TorchDevice:
         with torch.cuda.stream(self._stream):
             self._view(target).copy_(self._view(source))
 
+    def computing(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)  # type: ignore[no-any-return]
+
     def array(self, values: Bytes) -> Any:
         with torch.cuda.stream(self._stream):
             return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
 
     def store(self, memory: Memory, offset: int, array: Any) -> None:
-        (tensor,) = memory.handle
+        tensor, _ = memory.handle
         with torch.cuda.stream(self._stream):
             flat = array.reshape(-1)
             tensor[offset : offset + flat.numel()].copy_(flat)
@@ -161,24 +165,18 @@ class TorchDevice:
         self._driver.launch(kernel.function, call.grid, call.num_threads, call.shared_bytes, kernel.arguments)
 
     def _multiply(self, call: ProductCall) -> None:
-        x, weight, out = self._matrix(call.x), self._matrix(call.weight).t(), self._matrix(call.out)
-        with torch.cuda.stream(self._stream):
-            if x.dtype is torch.float32:
-                if call.accumulate:
-                    torch.addmm(out, x, weight, out=out)
-                else:
-                    torch.mm(x, weight, out=out)
-            elif call.accumulate:
-                torch.addmm(out, x, weight, out_dtype=torch.float32, out=out)
+        if torch.cuda.current_stream(self._device) != self._stream:  # cheaper than a context a product
+            torch.cuda.set_stream(self._stream)
+        x, weight, out = _tensor(call.x), _tensor(call.weight).t(), _tensor(call.out)
+        if x.dtype is torch.float32:
+            if call.accumulate:
+                torch.addmm(out, x, weight, out=out)
             else:
-                torch.mm(x, weight, out_dtype=torch.float32, out=out)
-
-    def _matrix(self, matrix: Matrix) -> Any:
-        (tensor,) = matrix.memory.handle
-        size = matrix.dtype.itemsize
-        end = matrix.offset + ((matrix.rows - 1) * matrix.stride + matrix.columns) * size
-        flat = tensor[matrix.offset : end].view(_TORCH_DTYPES[matrix.dtype])
-        return flat.as_strided((matrix.rows, matrix.columns), (matrix.stride, 1))
+                torch.mm(x, weight, out=out)
+        elif call.accumulate:
+            torch.addmm(out, x, weight, out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(x, weight, out_dtype=torch.float32, out=out)
 
     def capture(self, calls: Sequence[Call]) -> ExecutableGraph:
         def launch_all() -> None:
@@ -208,3 +206,16 @@ class TorchDevice:
     def close(self) -> None:
         """Unload nothing: modules and cuBLAS belong to the process."""
         self.synchronize()
+
+
+def _tensor(matrix: Matrix) -> Any:
+    """The matrix as a view, which its memory remembers: making views costs more than launching the product."""
+    tensor, views = matrix.memory.handle
+    key = (matrix.offset, matrix.rows, matrix.columns, matrix.stride, matrix.dtype)
+    view = views.get(key)
+    if view is None:
+        size = matrix.dtype.itemsize
+        end = matrix.offset + ((matrix.rows - 1) * matrix.stride + matrix.columns) * size
+        flat = tensor[matrix.offset : end].view(_TORCH_DTYPES[matrix.dtype])
+        view = views[key] = flat.as_strided((matrix.rows, matrix.columns), (matrix.stride, 1))
+    return view

@@ -129,13 +129,14 @@ def store_weight(
     device: Device, weight: CudaWeight, tensors: Sequence[HostTensor], bias: NDArray[np.float32] | None
 ) -> None:
     """Unpack the checkpoint's blocks into the weight's memory."""
-    for part, run in zip(weight.parts, _runs(tensors), strict=True):
-        if isinstance(part, DensePart):
-            _store_dense(device, weight.memory, part, run)
-        elif part.half:
-            _store_paired(device, weight.memory, part, run)
-        else:
-            _store_packed(device, weight.memory, part, run)
+    with device.computing():
+        for part, run in zip(weight.parts, _runs(tensors), strict=True):
+            if isinstance(part, DensePart):
+                _store_dense(device, weight.memory, part, run)
+            elif part.half:
+                _store_paired(device, weight.memory, part, run)
+            else:
+                _store_packed(device, weight.memory, part, run)
     if bias is not None and weight.bias_offset is not None:
         values = np.ascontiguousarray(bias, np.float32).view(np.uint8).reshape(1, -1)
         device.upload(Span(weight.memory, weight.bias_offset, 1, values.size, values.size), values)

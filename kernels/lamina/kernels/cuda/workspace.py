@@ -18,7 +18,7 @@ _LARGEST_PARTIAL_BYTES = (16 * 256 + 32) * 4  # a partial result of attention at
 
 
 def slice_bytes(total_memory_bytes: int) -> int:
-    """How much of a weight is decoded at a time for cuBLAS: large slices keep its tiles busy, small ones spare memory."""
+    """How much of a weight is decoded at a time for cuBLAS: large slices keep it busy, small ones spare memory."""
     return min(288 << 20, max(16 << 20, total_memory_bytes // 256))
 
 

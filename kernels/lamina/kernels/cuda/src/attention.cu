@@ -19,6 +19,11 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     }
 }
 
+DEVICE float4 load_four(const float* at) {
+    if ((reinterpret_cast<u64>(at) & 15) == 0) return *reinterpret_cast<const float4*>(at);
+    return make_float4(at[0], at[1], at[2], at[3]);
+}
+
 struct Tile {
     u32 q[KEY_CHUNKS][2][4];
     float o[VALUE_TILES][4];
@@ -40,9 +45,10 @@ struct Tile {
 #pragma unroll
             for (int c = 0; c < KEY_CHUNKS; c++) {
 #pragma unroll
-                for (int pair = 0; pair < 4; pair++) {
-                    const float low = real ? at[32 * c + 2 * pair] : 0.f, high = real ? at[32 * c + 2 * pair + 1] : 0.f;
-                    q[c][pair / 2][h + 2 * (pair % 2)] = pack(low, high);
+                for (int step = 0; step < 2; step++) {
+                    const float4 x = real ? load_four(at + 32 * c + 4 * step) : make_float4(0.f, 0.f, 0.f, 0.f);
+                    q[c][step][h] = pack(x.x, x.y);
+                    q[c][step][h + 2] = pack(x.z, x.w);
                 }
             }
         }
@@ -145,7 +151,7 @@ struct Tile {
 
 constexpr int FEW_WARPS = 4;
 
-// Unnormalised output of 16 queries over some of the keys.
+// Unnormalised outputs of 16 queries over some of the keys, with the largest score and the sum of weights.
 struct Partial {
     float o[16][VALUE_DIM];
     float highest[16], total[16];
@@ -155,115 +161,127 @@ DEVICE float merge_factor(float highest, float overall) {
     return highest == NEGATIVE_INFINITY ? 0.f : fast_exp2(highest - overall);
 }
 
-// Adds up the tiles of all warps in `sum`, in order of warps.
-DEVICE void merge_warps(const Tile& tile, Partial& sum, int warp, int lane) {
-    __shared__ float highest[FEW_WARPS][16], total[FEW_WARPS][16];
+DEVICE void store_tile(const Tile& tile, Partial& to, int lane, int queries) {
     const int g = lane / 4, t = lane % 4;
-    for (int h = 0; h < 2 && t == 0; h++) {
-        highest[warp][g + 8 * h] = tile.highest[h];
-        total[warp][g + 8 * h] = tile.total[h];
-    }
-    __syncthreads();
-    float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int m = g + 8 * h;
-        float overall = NEGATIVE_INFINITY, all = 0.f;
-        for (int w = 0; w < FEW_WARPS; w++) overall = fmaxf(overall, highest[w][m]);
-        for (int w = 0; w < FEW_WARPS; w++) all += total[w][m] * merge_factor(highest[w][m], overall);
-        factor[h] = merge_factor(tile.highest[h], overall);
-        if (warp == 0 && t == 0) {
-            sum.highest[m] = overall;
-            sum.total[m] = all;
+        if (m >= queries) continue;
+        if (t == 0) {
+            to.highest[m] = tile.highest[h];
+            to.total[m] = tile.total[h];
         }
-    }
-    for (int w = 0; w < FEW_WARPS; w++) {
-        if (w == warp) {
 #pragma unroll
-            for (int i = 0; i < VALUE_TILES; i++) {
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    float* at = &sum.o[g + 8 * (j / 2)][8 * i + 2 * t + j % 2];
-                    const float value = tile.o[i][j] * factor[j / 2];
-                    *at = w == 0 ? value : *at + value;
-                }
-            }
-        }
-        __syncthreads();
+        for (int i = 0; i < VALUE_TILES; i++)
+            *reinterpret_cast<float2*>(&to.o[m][8 * i + 2 * t]) = make_float2(tile.o[i][2 * h], tile.o[i][2 * h + 1]);
     }
 }
 
-// Adds up the parts of all splits in `sum` (shared memory).
-DEVICE void merge_splits(const Partial* parts, int num_splits, int queries, Partial& sum) {
-    __shared__ float factors[64][16];
-    for (int m = threadIdx.x; m < queries; m += blockDim.x) {
-        float overall = NEGATIVE_INFINITY, all = 0.f;
-        for (int i = 0; i < num_splits; i++) overall = fmaxf(overall, parts[i].highest[m]);
-        for (int i = 0; i < num_splits; i++) {
-            factors[i][m] = merge_factor(parts[i].highest[m], overall);
-            all += parts[i].total[m] * factors[i][m];
-        }
-        sum.highest[m] = overall;
-        sum.total[m] = all;
+// How much each of several partials counts towards their sum: factors[i] for query m; the sum's own highest and total.
+DEVICE void weigh_partials(const Partial* parts, int count, int m, float* factors, int stride, float* highest,
+                           float* total) {
+    float overall = NEGATIVE_INFINITY, all = 0.f;
+    for (int i = 0; i < count; i++) overall = fmaxf(overall, parts[i].highest[m]);
+    for (int i = 0; i < count; i++) {
+        const float factor = merge_factor(parts[i].highest[m], overall);
+        factors[i * stride] = factor;
+        all += parts[i].total[m] * factor;
     }
+    *highest = overall;
+    *total = all;
+}
+
+DEVICE void add_scaled(float4& to, const float4& x, float factor) {
+    to.x += x.x * factor;
+    to.y += x.y * factor;
+    to.z += x.z * factor;
+    to.w += x.w * factor;
+}
+
+DEVICE const float4& quad_of(const Partial& part, int at) { return reinterpret_cast<const float4*>(part.o)[at]; }
+
+// Adds up `count` partials in memory into `sum`; the warps take turns at the parts. `scratch` and `sum` are shared.
+DEVICE void merge_partials(const Partial* parts, int count, int queries, Partial& sum, Partial* scratch) {
+    constexpr int QUADS = VALUE_DIM / 4, MAX_PARTS = 64;
+    __shared__ float factors[MAX_PARTS][16];
+    for (int m = threadIdx.x; m < queries; m += blockDim.x)
+        weigh_partials(parts, count, m, &factors[0][m], 16, &sum.highest[m], &sum.total[m]);
     __syncthreads();
-    for (int at = threadIdx.x; at < queries * (VALUE_DIM / 4); at += blockDim.x) {
-        const int m = at / (VALUE_DIM / 4), quad = at % (VALUE_DIM / 4);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int at = lane; at < queries * QUADS; at += 32) {
         float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-        for (int i = 0; i < num_splits; i++) {
-            const float4 part = reinterpret_cast<const float4*>(parts[i].o[m])[quad];
-            const float factor = factors[i][m];
-            value.x += part.x * factor;
-            value.y += part.y * factor;
-            value.z += part.z * factor;
-            value.w += part.w * factor;
-        }
-        reinterpret_cast<float4*>(sum.o[m])[quad] = value;
+#pragma unroll 8
+        for (int i = warp; i < count; i += FEW_WARPS) add_scaled(value, quad_of(parts[i], at), factors[i][at / QUADS]);
+        reinterpret_cast<float4*>(scratch[warp].o)[at] = value;
     }
     __syncthreads();
+    for (int at = threadIdx.x; at < queries * QUADS; at += blockDim.x) {
+        float4 value = quad_of(scratch[0], at);
+        for (int w = 1; w < FEW_WARPS; w++) add_scaled(value, quad_of(scratch[w], at), 1.f);
+        reinterpret_cast<float4*>(sum.o)[at] = value;
+    }
+    __syncthreads();
+}
+
+// Adds up the tiles of the block's warps, scratch[0 .. FEW_WARPS - 1] in shared memory, into `to` (shared or global).
+DEVICE void merge_warps(const Partial* scratch, int queries, Partial& to) {
+    constexpr int QUADS = VALUE_DIM / 4;
+    for (int at = threadIdx.x; at < queries * QUADS; at += blockDim.x) {
+        const int m = at / QUADS;
+        float factors[FEW_WARPS], highest, total;
+        weigh_partials(scratch, FEW_WARPS, m, factors, 1, &highest, &total);
+        float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+        for (int w = 0; w < FEW_WARPS; w++) add_scaled(value, quad_of(scratch[w], at), factors[w]);
+        reinterpret_cast<float4*>(to.o)[at] = value;
+        if (at % QUADS == 0) {
+            to.highest[m] = highest;
+            to.total[m] = total;
+        }
+    }
 }
 
 // Divides by the softmax's denominator and stores; hands over to the output projection as well.
 DEVICE void write_output(const Attention& p, const Partial& sum, int first_row, int first_query, int queries, int head,
                          const Activations& to) {
     constexpr int QUADS = VALUE_DIM / 4;
-    for (int at = threadIdx.x; at < 16 * QUADS; at += blockDim.x) {
+    const int count = min(16, queries - first_query);
+    for (int at = threadIdx.x; at < ceil_div(count * QUADS, 32) * 32; at += blockDim.x) {
         const int local = at / QUADS, quad = at % QUADS, m = first_query + local;
         // whole warps take part in hand_over: eight lanes at least share a query
-        const bool real = m < queries;
+        const bool real = local < count;
         const int row = first_row + (real ? m / p.group : 0), query_head = head * p.group + (real ? m % p.group : 0);
-        float factor = 0.f;
+        float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
         if (real) {
-            float highest = sum.highest[local], total = sum.total[local];
+            float highest = sum.highest[local], total = sum.total[local], factor;
             if (p.sinks) {
                 const float sink = p.sinks[query_head] * LOG2_E, overall = fmaxf(highest, sink);
-                total = total * merge_factor(highest, overall) + fast_exp2(sink - overall);
-                factor = merge_factor(highest, overall) / total;
+                factor = merge_factor(highest, overall);
+                factor /= total * factor + fast_exp2(sink - overall);
             } else {
                 factor = total > 0.f ? 1.f / total : 0.f;
             }
-        }
-        float x[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            x[j] = real ? sum.o[local][4 * quad + j] * factor : 0.f;
-            if (real) p.out[static_cast<size_t>(row) * p.out_stride + query_head * VALUE_DIM + 4 * quad + j] = x[j];
+            add_scaled(x, quad_of(sum, at), factor);
+            float* out = p.out + static_cast<size_t>(row) * p.out_stride + query_head * VALUE_DIM + 4 * quad;
+            out[0] = x.x;
+            out[1] = x.y;
+            out[2] = x.z;
+            out[3] = x.w;
         }
         Activations target = to;
         if (!real) target.columns = 0;
-        hand_over(target, row, query_head * QUADS + quad, x[0], x[1], x[2], x[3]);
+        hand_over(target, row, query_head * QUADS + quad, x.x, x.y, x.z, x.w);
     }
 }
 
 // Sixteen queries from first_query on; the block's share of their keys is `split` of at most max_splits.
-DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial& sum, int seq, int first_row,
+DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* scratch, int seq, int first_row,
                             int first_query, int queries, int split, int max_splits) {
     __shared__ int is_last;
-    const int head = blockIdx.y % p.num_kv_heads, last_query = min(first_query + 15, queries - 1);
-    const int first_key = first_visible(p, p.positions[first_row + first_query / p.group]);
-    const int first_page = first_key / PAGE_TOKENS;
-    const int num_pages = p.positions[first_row + last_query / p.group] / PAGE_TOKENS + 1 - first_page;
+    const int head = blockIdx.y % p.num_kv_heads, count = min(16, queries - first_query);
+    const int first_page = first_visible(p, p.positions[first_row + first_query / p.group]) / PAGE_TOKENS;
+    const int last_row = first_row + (first_query + count - 1) / p.group;
+    const int num_pages = p.positions[last_row] / PAGE_TOKENS + 1 - first_page;
     const int num_splits = max(1, min(max_splits, num_pages / (2 * FEW_WARPS)));
     if (split >= num_splits) return;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -278,14 +296,16 @@ DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial& 
                       page_at(p.v, block, p.num_kv_heads, head, VALUE_PAGE_BYTES), page * PAGE_TOKENS, lane);
     }
     tile.sum_totals();
-    merge_warps(tile, sum, warp, lane);
-    if (num_splits > 1) {
-        const int where = seq * gridDim.y + blockIdx.y, real = last_query - first_query + 1;
+    store_tile(tile, scratch[warp], lane, count);
+    __syncthreads();
+    Partial& sum = scratch[FEW_WARPS];
+    if (num_splits == 1) {
+        merge_warps(scratch, count, sum);
+        __syncthreads();
+    } else {
+        const int where = seq * gridDim.y + blockIdx.y;
         Partial* parts = reinterpret_cast<Partial*>(p.partial) + static_cast<size_t>(where) * p.num_splits;
-        const float* from = reinterpret_cast<const float*>(&sum);
-        float* part = reinterpret_cast<float*>(parts + split);
-        for (int i = threadIdx.x; i < real * VALUE_DIM; i += blockDim.x) part[i] = from[i];
-        for (int i = threadIdx.x; i < 32; i += blockDim.x) part[16 * VALUE_DIM + i] = from[16 * VALUE_DIM + i];
+        merge_warps(scratch, count, parts[split]);
         __threadfence();
         __syncthreads();
         if (threadIdx.x == 0) {
@@ -295,7 +315,7 @@ DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial& 
         __syncthreads();
         if (!is_last) return;
         __threadfence();
-        merge_splits(parts, num_splits, real, sum);
+        merge_partials(parts, num_splits, count, sum, scratch);
     }
     write_output(p, sum, first_row, first_query, queries, head, to);
 }
@@ -306,7 +326,7 @@ KERNEL __launch_bounds__(32 * FEW_WARPS, 2)
 attend_few(const Attention p, const Activations to) {
 #if HAS_HALF_MMA
     DYNAMIC_SHARED(memory);
-    Partial& sum = *reinterpret_cast<Partial*>(memory);
+    Partial* scratch = reinterpret_cast<Partial*>(memory);  // one a warp, and their sum
     grid_release_dependents();
     grid_wait();
     const int seq = blockIdx.z, num_tiles = gridDim.y / p.num_kv_heads;
@@ -315,7 +335,7 @@ attend_few(const Attention p, const Activations to) {
     if (queries > p.few_queries) return;
     int max_splits = p.num_splits;
     for (int tile = blockIdx.y / p.num_kv_heads; tile * 16 < queries; tile += num_tiles) {
-        attend_few_tile(p, to, sum, seq, first_row, tile * 16, queries, blockIdx.x, max_splits);
+        attend_few_tile(p, to, scratch, seq, first_row, tile * 16, queries, blockIdx.x, max_splits);
         max_splits = 1;
         __syncthreads();
     }

@@ -13,6 +13,8 @@
 // A format offers: load() the lane's share of a unit; codes() of a chunk; scale(block or half-block, h) and, with MINS,
 // minimum(block, h) for row g + 8 h; unit_scale(h) and unit_minimum(h). A value is
 //     unit_scale * scale * code + unit_minimum * minimum.
+// `Own` is what linear_row.cu loads instead of all scales: whole scales and minima of blocks 2t and 2t + 1 only, or the
+// integer scales of half-blocks 2t, 2t + 1, 8 + 2t and 9 + 2t.
 #include "common.cuh"
 
 DEVICE int byte_of(const u32* words, int index) { return (words[index / 4] >> (8 * (index % 4))) & 255; }
@@ -74,14 +76,28 @@ struct Scaled32 {
         for (int h = 0; h < 2; h++) pair[h] = stream_load4(unit + CODE_BYTES + (lane / 4 + 8 * h) * 4);
     }
     DEVICE float scale(int block, int h) const { return half_to_float((pair[h] >> (16 * block)) & 0xffff); }
+    template <int UNIT_DIVISOR>
+    struct OwnScaled {
+        u32 pair[2];
+        DEVICE void load(const u8* unit, int lane) {
+            for (int h = 0; h < 2; h++) pair[h] = stream_load4(unit + CODE_BYTES + (lane / 4 + 8 * h) * 4);
+        }
+        DEVICE float scale(int j, int h) const {
+            return half_to_float((pair[h] >> (16 * j)) & 0xffff) * (1.f / UNIT_DIVISOR);
+        }
+    };
     DEVICE float minimum(int, int) const { return 0.f; }
     DEVICE float unit_minimum(int) const { return 0.f; }
 };
 
 struct Q4_0 : Scaled32<512> {
+    typedef OwnScaled<16> Own;
     u32 nibbles[4];
-    DEVICE void load(const u8* unit, int lane) {
+    DEVICE void load_codes(const u8* unit, int lane) {
         stream_load(nibbles, unit + lane * 16);
+    }
+    DEVICE void load(const u8* unit, int lane) {
+        load_codes(unit, lane);
         load_scales(unit, lane);
     }
     DEVICE void codes(int, u32 (&a)[8]) const { nibble_codes(nibbles, 4, a); }
@@ -89,9 +105,13 @@ struct Q4_0 : Scaled32<512> {
 };
 
 struct IQ4_NL : Scaled32<512> {
+    typedef OwnScaled<1> Own;
     u32 nibbles[4];
-    DEVICE void load(const u8* unit, int lane) {
+    DEVICE void load_codes(const u8* unit, int lane) {
         stream_load(nibbles, unit + lane * 16);
+    }
+    DEVICE void load(const u8* unit, int lane) {
+        load_codes(unit, lane);
         load_scales(unit, lane);
     }
     // -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113
@@ -102,10 +122,14 @@ struct IQ4_NL : Scaled32<512> {
 };
 
 struct Q5_0 : Scaled32<640> {
+    typedef OwnScaled<8> Own;
     u32 nibbles[4], bits;
-    DEVICE void load(const u8* unit, int lane) {
+    DEVICE void load_codes(const u8* unit, int lane) {
         stream_load(nibbles, unit + lane * 16);
         bits = stream_load4(unit + 512 + lane * 4);
+    }
+    DEVICE void load(const u8* unit, int lane) {
+        load_codes(unit, lane);
         load_scales(unit, lane);
     }
     DEVICE void codes(int, u32 (&a)[8]) const {
@@ -116,9 +140,13 @@ struct Q5_0 : Scaled32<640> {
 };
 
 struct Q8_0 : Scaled32<1024> {
+    typedef OwnScaled<1> Own;
     u32 bytes[2][4];
-    DEVICE void load(const u8* unit, int lane) {
+    DEVICE void load_codes(const u8* unit, int lane) {
         for (int block = 0; block < 2; block++) stream_load(bytes[block], unit + block * 512 + lane * 16);
+    }
+    DEVICE void load(const u8* unit, int lane) {
+        load_codes(unit, lane);
         load_scales(unit, lane);
     }
     DEVICE void codes(int, u32 (&a)[8]) const {
@@ -133,20 +161,26 @@ struct MXFP4 {
     static constexpr int CHUNKS = 1, SCALE_VALUES = 32, UNIT_BYTES = 544;
     static constexpr bool MINS = false;
     u32 nibbles[4], exponents[2];
+    DEVICE void load_codes(const u8* unit, int lane) { stream_load(nibbles, unit + lane * 16); }
     DEVICE void load(const u8* unit, int lane) {
-        stream_load(nibbles, unit + lane * 16);
+        load_codes(unit, lane);
         for (int h = 0; h < 2; h++) exponents[h] = stream_load2(unit + 512 + (lane / 4 + 8 * h) * 2);
     }
     DEVICE void codes(int, u32 (&a)[8]) const {  // 0 1 2 3 4 6 8 12 and their negatives
         table_codes(nibbles, 0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu, a);
     }
-    DEVICE float scale(int block, int h) const {
-        const u32 e = (exponents[h] >> (8 * block)) & 255;
-        return __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
-    }
+    DEVICE static float power(u32 e) { return __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23); }
+    DEVICE float scale(int block, int h) const { return power((exponents[h] >> (8 * block)) & 255); }
     DEVICE float minimum(int, int) const { return 0.f; }
     DEVICE float unit_scale(int) const { return 1.f; }
     DEVICE float unit_minimum(int) const { return 0.f; }
+    struct Own {
+        u32 exponents[2];
+        DEVICE void load(const u8* unit, int lane) {
+            for (int h = 0; h < 2; h++) exponents[h] = stream_load2(unit + 512 + (lane / 4 + 8 * h) * 2);
+        }
+        DEVICE float scale(int j, int h) const { return power((exponents[h] >> (8 * j)) & 255); }
+    };
 };
 
 // -- blocks of 32 with fp16 scale and minimum
@@ -163,12 +197,23 @@ struct Affine32 {
     DEVICE float minimum(int block, int h) const { return half_to_float(pairs[h][block] >> 16); }
     DEVICE float unit_scale(int) const { return 1.f; }
     DEVICE float unit_minimum(int) const { return 1.f; }
+    struct Own {
+        u32 pairs[2][2];
+        DEVICE void load(const u8* unit, int lane) {
+            for (int h = 0; h < 2; h++) stream_load(pairs[h], unit + CODE_BYTES + (lane / 4 + 8 * h) * 8);
+        }
+        DEVICE float scale(int j, int h) const { return half_to_float(pairs[h][j] & 0xffff); }
+        DEVICE float minimum(int j, int h) const { return half_to_float(pairs[h][j] >> 16); }
+    };
 };
 
 struct Q4_1 : Affine32<512> {
     u32 nibbles[4];
-    DEVICE void load(const u8* unit, int lane) {
+    DEVICE void load_codes(const u8* unit, int lane) {
         stream_load(nibbles, unit + lane * 16);
+    }
+    DEVICE void load(const u8* unit, int lane) {
+        load_codes(unit, lane);
         load_scales(unit, lane);
     }
     DEVICE void codes(int, u32 (&a)[8]) const { nibble_codes(nibbles, 0, a); }
@@ -176,9 +221,12 @@ struct Q4_1 : Affine32<512> {
 
 struct Q5_1 : Affine32<640> {
     u32 nibbles[4], bits;
-    DEVICE void load(const u8* unit, int lane) {
+    DEVICE void load_codes(const u8* unit, int lane) {
         stream_load(nibbles, unit + lane * 16);
         bits = stream_load4(unit + 512 + lane * 4);
+    }
+    DEVICE void load(const u8* unit, int lane) {
+        load_codes(unit, lane);
         load_scales(unit, lane);
     }
     DEVICE void codes(int, u32 (&a)[8]) const {
@@ -206,12 +254,31 @@ struct SuperAffine {
     DEVICE float minimum(int block, int h) const { return static_cast<float>(byte_of(scales[h], 2 * block + 1)); }
     DEVICE float unit_scale(int h) const { return half_to_float(pair[h] & 0xffff); }
     DEVICE float unit_minimum(int h) const { return -half_to_float(pair[h] >> 16); }
+    struct Own {
+        u32 scales[2], pair[2];
+        DEVICE void load(const u8* unit, int lane) {
+            for (int h = 0; h < 2; h++) {
+                const int row = lane / 4 + 8 * h;
+                scales[h] = stream_load4(unit + CODE_BYTES + row * 16 + lane % 4 * 4);
+                pair[h] = stream_load4(unit + CODE_BYTES + 256 + row * 4);
+            }
+        }
+        DEVICE float scale(int j, int h) const {
+            return half_to_float(pair[h] & 0xffff) * static_cast<float>((scales[h] >> (16 * j)) & 255);
+        }
+        DEVICE float minimum(int j, int h) const {
+            return -half_to_float(pair[h] >> 16) * static_cast<float>((scales[h] >> (16 * j + 8)) & 255);
+        }
+    };
 };
 
 struct Q4_K : SuperAffine<2048> {
     u32 nibbles[4][4];
-    DEVICE void load(const u8* unit, int lane) {
+    DEVICE void load_codes(const u8* unit, int lane) {
         for (int chunk = 0; chunk < 4; chunk++) stream_load(nibbles[chunk], unit + chunk * 512 + lane * 16);
+    }
+    DEVICE void load(const u8* unit, int lane) {
+        load_codes(unit, lane);
         load_scales(unit, lane);
     }
     DEVICE void codes(int chunk, u32 (&a)[8]) const { nibble_codes(nibbles[chunk], 0, a); }
@@ -219,9 +286,12 @@ struct Q4_K : SuperAffine<2048> {
 
 struct Q5_K : SuperAffine<2560> {
     u32 nibbles[4][4], bits[4];
-    DEVICE void load(const u8* unit, int lane) {
+    DEVICE void load_codes(const u8* unit, int lane) {
         for (int chunk = 0; chunk < 4; chunk++) stream_load(nibbles[chunk], unit + chunk * 512 + lane * 16);
         stream_load(bits, unit + 2048 + lane * 16);
+    }
+    DEVICE void load(const u8* unit, int lane) {
+        load_codes(unit, lane);
         load_scales(unit, lane);
     }
     DEVICE void codes(int chunk, u32 (&a)[8]) const {
@@ -246,13 +316,33 @@ struct SuperScaled16 {
     DEVICE int scale(int half_block, int h) const { return signed_byte_of(scales[h], half_block); }
     DEVICE float minimum(int, int) const { return 0.f; }
     DEVICE float unit_minimum(int) const { return 0.f; }
+    template <int UNIT_DIVISOR>
+    struct OwnScaled {
+        u32 scales[2][2], d[2];  // [set][h]
+        DEVICE void load(const u8* unit, int lane) {
+            for (int h = 0; h < 2; h++) {
+                const int row = lane / 4 + 8 * h;
+                for (int set = 0; set < 2; set++)
+                    scales[set][h] = stream_load2(unit + CODE_BYTES + row * 16 + set * 8 + lane % 4 * 2);
+                d[h] = stream_load2(unit + CODE_BYTES + 256 + row * 2);
+            }
+        }
+        DEVICE int scale(int set, int j, int h) const {
+            return static_cast<int>(scales[set][h] << (24 - 8 * j)) >> 24;
+        }
+        DEVICE float unit_scale(int h) const { return half_to_float(d[h]) * (1.f / UNIT_DIVISOR); }
+    };
 };
 
 struct Q6_K : SuperScaled16<3072> {
+    typedef OwnScaled<4> Own;
     u32 nibbles[4][4], pairs[2][4];
-    DEVICE void load(const u8* unit, int lane) {
+    DEVICE void load_codes(const u8* unit, int lane) {
         for (int chunk = 0; chunk < 4; chunk++) stream_load(nibbles[chunk], unit + chunk * 512 + lane * 16);
         for (int two = 0; two < 2; two++) stream_load(pairs[two], unit + 2048 + two * 512 + lane * 16);
+    }
+    DEVICE void load(const u8* unit, int lane) {
+        load_codes(unit, lane);
         load_scales(unit, lane);
     }
     DEVICE void codes(int chunk, u32 (&a)[8]) const {
@@ -263,10 +353,14 @@ struct Q6_K : SuperScaled16<3072> {
 };
 
 struct Q3_K : SuperScaled16<1536> {
+    typedef OwnScaled<32> Own;
     u32 pairs[2][4], bits[4];
-    DEVICE void load(const u8* unit, int lane) {
+    DEVICE void load_codes(const u8* unit, int lane) {
         for (int two = 0; two < 2; two++) stream_load(pairs[two], unit + two * 512 + lane * 16);
         stream_load(bits, unit + 1024 + lane * 16);
+    }
+    DEVICE void load(const u8* unit, int lane) {
+        load_codes(unit, lane);
         load_scales(unit, lane);
     }
     DEVICE void codes(int chunk, u32 (&a)[8]) const {
@@ -307,8 +401,24 @@ struct IQ4_XS {
     static constexpr int CHUNKS = 4, SCALE_VALUES = 32, UNIT_BYTES = 2208;
     static constexpr bool MINS = false;
     u32 nibbles[4][4], scales[2][2], d[2];
-    DEVICE void load(const u8* unit, int lane) {
+    struct Own {
+        u32 scales[2], d[2];
+        DEVICE void load(const u8* unit, int lane) {
+            for (int h = 0; h < 2; h++) {
+                const int row = lane / 4 + 8 * h;
+                scales[h] = stream_load2(unit + 2048 + row * 8 + lane % 4 * 2);
+                d[h] = stream_load2(unit + 2176 + row * 2);
+            }
+        }
+        DEVICE float scale(int j, int h) const {
+            return half_to_float(d[h]) * static_cast<float>(static_cast<int>(scales[h] << (24 - 8 * j)) >> 24);
+        }
+    };
+    DEVICE void load_codes(const u8* unit, int lane) {
         for (int chunk = 0; chunk < 4; chunk++) stream_load(nibbles[chunk], unit + chunk * 512 + lane * 16);
+    }
+    DEVICE void load(const u8* unit, int lane) {
+        load_codes(unit, lane);
         for (int h = 0; h < 2; h++) {
             const int row = lane / 4 + 8 * h;
             stream_load(scales[h], unit + 2048 + row * 8);

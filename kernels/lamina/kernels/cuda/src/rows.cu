@@ -60,8 +60,10 @@ DEVICE float block_sum(float value) {
     return warp_sum(lane < blockDim.x / 32 ? warps[lane] : 0.f);
 }
 
+constexpr int HELD_QUADS = 4;  // of a thread: rows of up to 16,384 columns are read once
+
 // One block a row; also hands the result over to the linear that comes next.
-KERNEL __launch_bounds__(512)
+KERNEL __launch_bounds__(1024)
 rms_norm(const float* x, int x_stride, const float* weight, float* out, int out_stride, int columns, float eps,
          const int* num_rows, const Activations to) {
     grid_release_dependents();
@@ -70,18 +72,34 @@ rms_norm(const float* x, int x_stride, const float* weight, float* out, int out_
     if (n >= *num_rows) return;
     const float* row = x + static_cast<size_t>(n) * x_stride;
     float* to_row = out + static_cast<size_t>(n) * out_stride;
+    float4 held[HELD_QUADS];
     float squares = 0.f;
-    for (int quad = threadIdx.x; quad < quads; quad += blockDim.x) {
+#pragma unroll
+    for (int i = 0; i < HELD_QUADS; i++) {
+        const int quad = threadIdx.x + i * blockDim.x;
+        if (quad >= quads) break;
+        held[i] = load_quad(row, quad, columns);
+        squares += held[i].x * held[i].x + held[i].y * held[i].y + held[i].z * held[i].z + held[i].w * held[i].w;
+    }
+    for (int quad = threadIdx.x + HELD_QUADS * blockDim.x; quad < quads; quad += blockDim.x) {
         const float4 v = load_quad(row, quad, columns);
         squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
     }
     const float scale = rsqrtf(block_sum(squares) / columns + eps);
-    for (int quad = threadIdx.x; quad < quads; quad += blockDim.x) {
-        const float4 v = load_quad(row, quad, columns), w = load_quad(weight, quad, columns);
+    auto finish_quad = [&](int quad, float4 v) {
+        const float4 w = load_quad(weight, quad, columns);
         const float4 y = make_float4(v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w);
         store_quad(to_row, quad, columns, y);
         hand_over(to, n, quad, y.x, y.y, y.z, y.w);
+    };
+#pragma unroll
+    for (int i = 0; i < HELD_QUADS; i++) {
+        const int quad = threadIdx.x + i * blockDim.x;
+        if (quad >= quads) break;
+        finish_quad(quad, held[i]);
     }
+    for (int quad = threadIdx.x + HELD_QUADS * blockDim.x; quad < quads; quad += blockDim.x)
+        finish_quad(quad, load_quad(row, quad, columns));
 }
 
 // One warp a group of columns (a norm per head). Grid (blocks of 8 groups, rows).
@@ -119,27 +137,23 @@ struct Cache {
     int num_heads, value_dim, type;
 };
 
-constexpr int MAX_PAIRS = 256;
-
-// Element pairs of a head: the first num_pairs rotate, the rest pass.
-DEVICE void pair_columns(const Rotation& rotation, int pair, int* first, int* second) {
-    const bool neox = rotation.neox && pair < rotation.num_pairs;
-    *first = neox ? pair : 2 * pair;
-    *second = neox ? pair + rotation.num_pairs : 2 * pair + 1;
-}
-
-DEVICE void rotate_head(const Heads& heads, const Rotation& rotation, const Cache& cache, const float2* turns, int n,
-                        int head_dim, int index, int slot) {
+// Pair `pair` of a head's elements turns by its angle if it is one of the first num_pairs, else it passes. A key goes
+// into the cache as well.
+DEVICE void rotate_pair(const Heads& heads, const Rotation& rotation, const Cache& cache, int n, int head_dim, int index,
+                        int slot) {
     const int pairs = (head_dim + 1) / 2, head = index / pairs, pair = index % pairs;
-    int first, second;
-    pair_columns(rotation, pair, &first, &second);
+    const bool turns = pair < rotation.num_pairs, neox = turns && rotation.neox;
+    const int first = neox ? pair : 2 * pair, second = neox ? pair + rotation.num_pairs : 2 * pair + 1;
     float* x = heads.x + static_cast<size_t>(n) * heads.stride + head * head_dim;
     float a = x[first], b = second < head_dim ? x[second] : 0.f;
-    if (pair < rotation.num_pairs) {
-        const float2 turn = turns[pair];  // cos, sin
-        const float rotated = a * turn.x - b * turn.y;
-        b = b * turn.x + a * turn.y;
-        a = rotated;
+    if (turns) {
+        float sine, cosine;
+        sincosf(static_cast<float>(rotation.positions[n]) * rotation.inv_freq[pair], &sine, &cosine);
+        sine *= rotation.magnitude;
+        cosine *= rotation.magnitude;
+        const float turned = a * cosine - b * sine;
+        b = b * cosine + a * sine;
+        a = turned;
         x[first] = a;
         x[second] = b;
     }
@@ -149,34 +163,32 @@ DEVICE void rotate_head(const Heads& heads, const Rotation& rotation, const Cach
     kv_store(cache.k, cache.type, page + key_index(slot % PAGE_TOKENS, second), b);
 }
 
-// Rotates the heads of q and k in place and stores k and v, each part optional. One block a row.
+// Rotates the heads of q and k in place and stores k and v, each part optional. Grid (rows, blocks): a thread does one
+// pair of q, or of k, or one element of v.
 KERNEL __launch_bounds__(256)
 rope_and_store(const Heads q, const Heads k, const Heads v, const Rotation rotation, const Cache cache, int head_dim,
                const int* num_rows) {
-    __shared__ float2 turns[MAX_PAIRS];
     grid_release_dependents();
     grid_wait();
-    const int n = blockIdx.x;
+    const int n = blockIdx.x, pairs = (head_dim + 1) / 2;
     if (n >= *num_rows) return;
-    for (int pair = threadIdx.x; pair < rotation.num_pairs; pair += blockDim.x) {
-        float sine, cosine;
-        sincosf(static_cast<float>(rotation.positions[n]) * rotation.inv_freq[pair], &sine, &cosine);
-        turns[pair] = make_float2(cosine * rotation.magnitude, sine * rotation.magnitude);
+    int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i < q.num_heads * pairs) {
+        rotate_pair(q, rotation, cache, n, head_dim, i, -1);
+        return;
     }
-    __syncthreads();
-    const int pairs = (head_dim + 1) / 2;
-    for (int i = threadIdx.x; i < q.num_heads * pairs; i += blockDim.x)
-        rotate_head(q, rotation, cache, turns, n, head_dim, i, -1);
+    i -= q.num_heads * pairs;
     const int slot = cache.slots ? cache.slots[n] : -1;
-    for (int i = threadIdx.x; i < k.num_heads * pairs; i += blockDim.x)
-        rotate_head(k, rotation, cache, turns, n, head_dim, i, slot);
-    if (slot < 0) return;
-    for (int i = threadIdx.x; i < v.num_heads * cache.value_dim; i += blockDim.x) {
-        const int head = i / cache.value_dim, d = i % cache.value_dim;
-        const size_t page =
-            (static_cast<size_t>(slot / PAGE_TOKENS) * cache.num_heads + head) * cache.value_dim * PAGE_TOKENS;
-        kv_store(cache.v, cache.type, page + value_index(slot % PAGE_TOKENS, d), v.x[static_cast<size_t>(n) * v.stride + i]);
+    if (i < k.num_heads * pairs) {
+        rotate_pair(k, rotation, cache, n, head_dim, i, slot);
+        return;
     }
+    i -= k.num_heads * pairs;
+    if (slot < 0 || i >= v.num_heads * cache.value_dim) return;
+    const int head = i / cache.value_dim, d = i % cache.value_dim;
+    const size_t page =
+        (static_cast<size_t>(slot / PAGE_TOKENS) * cache.num_heads + head) * cache.value_dim * PAGE_TOKENS;
+    kv_store(cache.v, cache.type, page + value_index(slot % PAGE_TOKENS, d), v.x[static_cast<size_t>(n) * v.stride + i]);
 }
 
 enum Flags { ACCUMULATE = 1, GATED = 2, GELU = 4 };
