@@ -364,3 +364,77 @@ def test_usage_counts_tables_only() -> None:
     sim.add(request(range(1, 41), 8))
     sim.issue()
     assert sim.scheduler.kv_usage_ratio == 4 / 8
+
+
+# -- corners
+
+
+def test_twin_of_a_cached_block_costs_no_promised_block() -> None:
+    """A-41: the last prompt block is cached and computed again; to hold both is not worth a block that is promised."""
+    sim = engine(num_blocks=(4,), admission="reserve")
+    prompt = tuple(range(1, 33))
+    sim.add(request(prompt, 1))
+    sim.drain()
+    sim.add(request(prompt, 33))
+    while sim.issue_all() or sim.pipeline.answers:
+        sim.check_blocks()
+        sim.run_stages()
+        sim.absorb()
+    sim.check_outputs()
+    assert sim.scheduler.num_preemptions == 0
+    sim.check_idle()
+
+
+def test_twin_of_a_cached_block_lets_the_answer_be_indexed() -> None:
+    """A prompt of whole blocks, asked twice: the second answer's blocks continue the first one's context."""
+    sim = engine()
+    prompt = tuple(range(1, 33))
+    sim.add(request(prompt, 1))
+    sim.drain()
+    sim.add(request(prompt, 40))
+    sim.drain()
+    turn = sim.add(request((*prompt, *generate(prompt, 40, frozenset()), 7, 8), 2))
+    sim.drain()
+    assert sim.records[turn].num_cached_tokens == 64
+    sim.check_outputs()
+    sim.check_idle()
+
+
+def test_decode_does_not_take_what_is_promised_to_a_prefill() -> None:
+    """The old sequence grows while the new one's prompt goes in token by token: the new one gives way as a whole."""
+    sim = engine(num_blocks=(6,), prefill_chunk_tokens=1, prefix_caching=False)
+    sim.add(request((1,) * 16, 60))
+    new = sim.add(request((2,) * 60, 4))
+    for _ in range(80):
+        sim.step()
+        sim.check_blocks()
+    assert sim.records[new].num_preemptions
+    sim.drain()
+    sim.check_outputs()
+
+
+def test_block_is_not_shared_before_its_last_token_is_issued() -> None:
+    """A-45: a chunk of 15 leaves the first block one token short of full; who needs it waits, though rows are left."""
+    sim = engine(prefill_chunk_tokens=15, max_rows=20)
+    shared = tuple(range(1, 17))
+    ids = [sim.add(request((*shared, *range(start, start + 30)), 3)) for start in (50, 100)]
+    first, second = sim.issue(), sim.issue()
+    assert first is not None
+    assert second is not None
+    assert computed(first.plan) == {0: (0, 15)}
+    assert computed(second.plan) == {0: (15, 16), 1: (16, 31)}
+    sim.drain()
+    sim.check_outputs()
+    assert [sim.records[i].num_cached_tokens for i in ids] == [0, 16]
+
+
+def test_last_block_of_a_prompt_is_not_waited_for() -> None:
+    """It has to be computed anyway, so a second one does that beside the first."""
+    sim = engine(prefill_chunk_tokens=16)
+    for _ in range(2):
+        sim.add(request(range(1, 33), 3))
+    issue = sim.issue()
+    assert issue is not None
+    assert computed(issue.plan) == {0: (0, 16), 1: (16, 32)}
+    sim.drain()
+    sim.check_outputs()
