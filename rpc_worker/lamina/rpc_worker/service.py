@@ -4,9 +4,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from lamina.rpc_worker.describe import device_profile, stage_message
 from lamina.rpc_worker.device_thread import DeviceThread
@@ -32,6 +33,7 @@ from lamina.wire.version import check_peer, own_version
 
 _log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
+Message = TypeVar("Message")
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -120,6 +122,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, requests: AsyncIterator[pb.StepsRequest], context: Context
     ) -> None:
         """The coordinator's stream: commands in, answers out; its end is the epoch's end."""
+        requests = _parsed(requests)
         try:
             runtime = await self._opened_stage(requests)
             responses = runtime.attach_controller()
@@ -148,6 +151,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, requests: AsyncIterator[pb.FramesRequest], context: Context
     ) -> None:
         """The stream of the stage before. What is wrong on it ends it, and nothing else."""
+        requests = _parsed(requests)
         try:
             opening = await anext(requests, None)
             if opening is None or opening.WhichOneof("body") != "open":
@@ -164,6 +168,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     runtime.handle_frames_message(message)
         except LaminaError as error:
             await abort(context, error)
+
+
+async def _parsed(requests: AsyncIterator[Message]) -> AsyncIterator[Message]:
+    """The stream's messages. Raises InvalidPlan for bytes that are none."""
+    try:
+        async for message in requests:
+            yield message
+    except DecodeError as error:
+        raise InvalidPlan(f"a message cannot be parsed: {error}") from None
 
 
 async def _read_commands(runtime: StageRuntime, requests: AsyncIterator[pb.StepsRequest], responses: Responses) -> None:
