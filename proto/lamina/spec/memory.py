@@ -73,6 +73,7 @@ def arena_layout(spec: ModelSpec, layers: LayerRange, settings: StageSettings) -
         buffers.append(ArenaBuffer("logit_rows", logit_rows, 1, "i32", "logit_rows"))
         buffers.append(ArenaBuffer("logit_hidden", logit_rows, spec.hidden, "f32", "logit_rows"))
         buffers.append(ArenaBuffer("logits", logit_rows, spec.vocab_size, "f32", "logit_rows"))
+        buffers.append(ArenaBuffer("best", logit_rows, 1, "i32", "logit_rows"))
     return tuple(buffers)
 
 

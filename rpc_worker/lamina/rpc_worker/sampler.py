@@ -4,7 +4,7 @@ Owned by the compute thread. Per sequence it holds what AddSequence brought and 
 numbers are counter-based, so there is no random state to lose.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,8 @@ from lamina.spec.ids import SeqId
 from lamina.spec.step import AddSequence, FinishReason, SampledToken
 
 Logits = NDArray[np.float32]
+Ints = NDArray[np.int32]
+_NO_LOGITS: Logits = np.zeros((0, 0), np.float32)
 
 
 @dataclass
@@ -65,22 +67,31 @@ class Sampler:
         """Forget all."""
         self._sequences.clear()
 
-    def sample(self, rows: Sequence[tuple[SeqId, int]], logits: Logits) -> tuple[SampledToken, ...]:
+    def sample(
+        self, rows: Sequence[tuple[SeqId, int]], logits: Logits | Callable[[], Logits], best: Ints | None = None
+    ) -> tuple[SampledToken, ...]:
         """One token per row: `rows` are (sequence, position of the new token), logits float32 [len(rows), vocab].
+
+        `logits` may be a function that fetches them from the device; it is called only if some row needs more than its
+        best token. `best` int32 [len(rows)] is the device's argmax, -1 for a row that is not finite.
 
         A sequence that has ended, or that was never added, gets token 0, which nobody uses. Non-finite logits end
         their own sequence with FinishReason.ERROR (A-05, B-35).
         """
         if not rows:
             return ()
-        best = logits.argmax(axis=1)  # the first of equals; a NaN wins, and is caught by its value
-        best_values = logits[np.arange(len(rows)), best]
+        states = [self._sequences.get(seq) for seq, _ in rows]
+        greedy_only = all(state is None or state.is_plain_greedy for state in states)
+        values = _NO_LOGITS
+        if best is None or not greedy_only:
+            values = logits() if callable(logits) else logits
+        if best is None:
+            best = best_tokens(values)
         sampled = []
-        for i, (seq, pos) in enumerate(rows):
-            state = self._sequences.get(seq)
+        for i, ((seq, pos), state) in enumerate(zip(rows, states, strict=True)):
             if state is None or state.ended:
                 sampled.append(SampledToken(seq, pos, 0))
-            elif not np.isfinite(best_values[i]):
+            elif best[i] < 0:
                 sampled.append(_fail(state, pos, f"NumericalError: the logits for position {pos} are not finite"))
             elif state.failure:
                 sampled.append(_fail(state, pos, state.failure))
@@ -88,7 +99,7 @@ class Sampler:
                 sampled.append(self._advance(state, pos, int(best[i])))
             else:
                 try:
-                    sampled.append(self._sample_row(state, pos, logits[i]))
+                    sampled.append(self._sample_row(state, pos, values[i]))
                 except LaminaError as error:
                     sampled.append(_fail(state, pos, f"{type(error).__name__}: {error}"))
         return tuple(sampled)
@@ -141,6 +152,12 @@ class Sampler:
 def _fail(state: _SequenceState, pos: int, cause: str) -> SampledToken:
     state.ended = True
     return SampledToken(state.add.seq, pos, 0, finish=FinishReason.ERROR, error=cause)
+
+
+def best_tokens(logits: Logits) -> Ints:
+    """The most likely token of each row, the first of equals; -1 where the largest value is not finite."""
+    best = logits.argmax(axis=1)  # a NaN wins, and is caught by its value
+    return np.where(np.isfinite(logits[np.arange(len(best)), best]), best, -1).astype(np.int32)
 
 
 def uniform(seed: int, choice: int, position: int) -> float:

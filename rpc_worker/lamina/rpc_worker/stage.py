@@ -149,27 +149,34 @@ class Stage:
     def run(self, ready: ReadyStep) -> StageResult:
         """Run one step. Raises InvalidPlan if the plan contradicts what came before, Unavailable without a cache."""
         start = time.perf_counter()
-        output = self.forward(ready)
-        self.num_steps += 1
-        if self._layers.stop == self._spec.num_layers:
-            plan = ready.plan
-            tokens = self._sampler.sample([(piece.seq, piece.end) for piece in plan.sampled()], output)
+        model, plan = self._launch(ready), ready.plan
+        if model.is_last:
+            rows = [(piece.seq, piece.end) for piece in plan.sampled()]
+            best = model.best(len(rows))
+            tokens = self._sampler.sample(rows, lambda: model.logits(len(rows)), best)
             result = StageResult(ready, None, StepDone(plan.epoch, plan.step, tokens), 0)
         else:
-            num_bad = int(np.count_nonzero(~np.isfinite(output.sum(axis=1))))
-            result = StageResult(ready, output, None, num_bad)
+            hidden = model.hidden(plan.num_rows)
+            num_bad = int(np.count_nonzero(~np.isfinite(hidden.sum(axis=1))))
+            result = StageResult(ready, hidden, None, num_bad)
+        self.num_steps += 1
         self.busy_s += time.perf_counter() - start
         return result
 
     def forward(self, ready: ReadyStep) -> NDArray[np.float32]:
         """The step without sampling: hidden state float32 [rows, H], or logits float32 [logit rows, vocab]."""
+        model, plan = self._launch(ready), ready.plan
+        return model.logits(plan.num_logit_rows) if model.is_last else model.hidden(plan.num_rows)
+
+    def _launch(self, ready: ReadyStep) -> StageModel:
         if self._model is None or self._pool is None:
             raise Unavailable("the stage has no cache yet")
         plan = ready.plan
         self._tables.apply(plan)
         for copy in plan.block_copies:
             self._pool.copy_block(copy.group, copy.source, copy.target)
-        return self._model.run(self._arrays(ready))
+        self._model.launch(self._arrays(ready))
+        return self._model
 
     def free(self) -> None:
         """Give back everything on the device."""

@@ -62,18 +62,27 @@ class StageModel:
         self.is_first = layers.start == 0
         self.is_last = layers.stop == spec.num_layers
 
+    def launch(self, step: StepArrays) -> None:
+        """Run one step; `hidden`, or on the last stage `best` and `logits`, then fetch what it left."""
+        self._upload(step)
+        self._graphs.run(self._forward, step.shape)
+
+    def hidden(self, num_rows: int) -> NDArray[np.float32]:
+        """The hidden state float32 [rows, H] of the step just run."""
+        return self._backend.download(self._arena["hidden"], num_rows).astype(np.float32, copy=False)
+
+    def logits(self, num_rows: int) -> NDArray[np.float32]:
+        """The logits float32 [rows, vocab] of the step just run."""
+        return self._backend.download(self._arena["logits"], num_rows).astype(np.float32, copy=False)
+
+    def best(self, num_rows: int) -> Ints:
+        """The most likely tokens int32 [rows] of the step just run, -1 where a row is not finite."""
+        return self._backend.download(self._arena["best"], num_rows).astype(np.int32, copy=False)
+
     def run(self, step: StepArrays) -> NDArray[np.float32]:
         """Run one step: hidden state float32 [rows, H], or on the last stage logits float32 [logit rows, vocab]."""
-        self._upload(step)
-        shape = step.shape
-        self._graphs.run(self._forward, shape)
-        if not self.is_last:
-            return self._download("hidden", shape.num_rows)
-        return self._download("logits", shape.num_logit_rows)
-
-    def _download(self, name: str, num_rows: int) -> NDArray[np.float32]:
-        values = self._backend.download(self._arena[name], num_rows)
-        return values.astype(np.float32, copy=False)
+        self.launch(step)
+        return self.logits(step.shape.num_logit_rows) if self.is_last else self.hidden(step.shape.num_rows)
 
     def _upload(self, step: StepArrays) -> None:
         upload, arena = self._backend.upload, self._arena
@@ -104,6 +113,7 @@ class StageModel:
             ops.linear(b, arena["logit_hidden"], self._weights.head, arena["logits"])
             if self._spec.final_softcap is not None:
                 ops.softcap(b, arena["logits"], self._spec.final_softcap)
+            ops.argmax(b, arena["logits"], arena["best"])
 
     def _attention(self, layer: LayerSpec, weights: LayerWeights, cache: KvCache) -> None:
         b, arena, attention, eps = self._backend, self._arena, layer.attention, self._spec.norm_eps
