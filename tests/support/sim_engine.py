@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
-from lamina.coordinator.engine.block_pool import BlockState
+from lamina.coordinator.engine.block_pool import Block, BlockState
 from lamina.coordinator.engine.policy import SchedulerConfig
 from lamina.coordinator.engine.scheduler import Issue, Scheduler
 from lamina.coordinator.engine.sequence import RequestId, RequestRecord, Sequence, SequenceRequest, TokenEvent
@@ -170,6 +170,6 @@ class SimEngine:
         return list({*self.scheduler._requests.values(), *draining})
 
     @staticmethod
-    def _held(seq: Sequence) -> list[object]:
+    def _held(seq: Sequence) -> list[Block]:
         twins = [node.block for node, block in zip(seq.chain, seq.blocks, strict=False) if node.block is not block]
         return [*seq.blocks, *twins]

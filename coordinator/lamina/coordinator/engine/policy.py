@@ -63,7 +63,8 @@ class SchedulerConfig:
 class WaitingQueue:
     """Sequences in the policy's order, which nothing bypasses (A-41): if the first does not fit, nobody is admitted.
 
-    fcfs: by arrival. spf: those that have run before (preempted, re-planned) in front, then the fewest tokens first.
+    fcfs: by arrival. spf: those that have run before (preempted, re-planned) in front, then the fewest tokens first; a
+    long prompt waits for as long as shorter ones keep coming.
     """
 
     def __init__(self, policy: str) -> None:
