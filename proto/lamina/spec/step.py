@@ -8,6 +8,7 @@ names them is done; a `SeqId` is never reused.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from lamina.spec.errors import InvalidPlan
 from lamina.spec.ids import BlockId, Epoch, SeqId, StepId
@@ -17,15 +18,15 @@ BLOCK_TOKENS = 16  # tokens per KV block on every stage
 MAX_RUN_AHEAD = 64  # steps that may be issued and not done; bounds what a stage holds back
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+# The parts of a slice are NamedTuples, not dataclasses: a step of 64 is built in Python while tokens wait, and a frozen
+# dataclass costs three times as much to make.
+class Tokens(NamedTuple):
     """Input known when the step is planned."""
 
     ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FromSample:
+class FromSample(NamedTuple):
     """Input is the token that slice `row` of the earlier step `step` samples; it may not exist yet."""
 
     step: StepId
@@ -35,8 +36,7 @@ class FromSample:
 SliceInput = Tokens | FromSample
 
 
-@dataclass(frozen=True, slots=True)
-class SeqSlice:
+class SeqSlice(NamedTuple):
     """`num_tokens` consecutive tokens of one sequence from position `pos`, and the blocks its table gains before."""
 
     seq: SeqId
@@ -46,7 +46,8 @@ class SeqSlice:
     new_blocks: tuple[tuple[BlockId, ...], ...]  # by cache group
     want_logits: bool
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise InvalidPlan if its numbers contradict each other; StepPlan does so for every slice it holds."""
         if self.pos < 0 or self.num_tokens < 1:
             raise InvalidPlan(f"sequence {self.seq}: {self.num_tokens} tokens at position {self.pos}")
         if isinstance(self.input, Tokens):
@@ -85,6 +86,7 @@ class StepPlan:
         if len({piece.seq for piece in self.slices}) != len(self.slices):
             raise InvalidPlan(f"step {self.step} names a sequence twice")
         for piece in self.slices:
+            piece.check()
             if isinstance(piece.input, FromSample) and not (
                 self.step - MAX_RUN_AHEAD <= piece.input.step < self.step and piece.input.row >= 0
             ):
