@@ -34,7 +34,9 @@ def apply_penalties(logits: Logits, history: Sequence[int], num_generated: int, 
     if params.repetition_penalty != 1.0 and len(history):
         seen = np.unique(np.asarray(history, np.int64))
         values = logits[seen]
-        logits[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        with np.errstate(over="ignore"):  # an infinite logit is refused by the sampler
+            changed = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        logits[seen] = changed
     if len(generated):
         tokens, counts = np.unique(np.asarray(generated, np.int64), return_counts=True)
         logits[tokens] -= (params.frequency_penalty * counts + params.presence_penalty).astype(np.float32)

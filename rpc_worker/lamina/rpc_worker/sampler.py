@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lamina.rpc_worker import filters
 from lamina.rpc_worker.grammar import GrammarCompiler, GrammarMatcher
-from lamina.spec.errors import InvalidRequest, LaminaError
+from lamina.spec.errors import InvalidPlan, InvalidRequest, LaminaError, NumericalError
 from lamina.spec.ids import SeqId
 from lamina.spec.step import AddSequence, FinishReason, SampledToken
 
@@ -50,7 +50,11 @@ class Sampler:
         self._sequences: dict[SeqId, _SequenceState] = {}
 
     def add(self, add: AddSequence) -> None:
-        """Make a sequence known before its first step."""
+        """Make a sequence known before its first step. Raises InvalidPlan if it is known, or its history impossible."""
+        if add.seq in self._sequences:
+            raise InvalidPlan(f"sequence {add.seq} was added before; ids are never used twice")
+        if max(add.history_ids, default=0) >= self._vocab_size:
+            raise InvalidPlan(f"sequence {add.seq}: its history has ids outside the vocabulary of {self._vocab_size}")
         state = _SequenceState(add, list(add.history_ids), add.num_generated)
         biased = {token: bias for token, bias in add.sampling.logit_bias.items() if token < self._vocab_size}
         state.bias_ids = np.fromiter(biased.keys(), np.int64, len(biased))
@@ -75,8 +79,8 @@ class Sampler:
         `logits` may be a function that fetches them from the device; it is called only if some row needs more than its
         best token. `best` int32 [len(rows)] is the device's argmax, -1 for a row that is not finite.
 
-        A sequence that has ended, or that was never added, gets token 0, which nobody uses. Non-finite logits end
-        their own sequence with FinishReason.ERROR (A-05, B-35).
+        A sequence that has ended gets token 0, which nobody uses. Non-finite logits end their own sequence with
+        FinishReason.ERROR (A-05, B-35), and so does a row of a sequence that was never added.
         """
         if not rows:
             return ()
@@ -89,7 +93,10 @@ class Sampler:
             best = best_tokens(values)
         sampled = []
         for i, ((seq, pos), state) in enumerate(zip(rows, states, strict=True)):
-            if state is None or state.ended:
+            if state is None:
+                cause = f"InvalidPlan: sequence {seq} was not added before its first step"
+                sampled.append(SampledToken(seq, pos, 0, finish=FinishReason.ERROR, error=cause))
+            elif state.ended:
                 sampled.append(SampledToken(seq, pos, 0))
             elif best[i] < 0:
                 sampled.append(_fail(state, pos, f"NumericalError: the logits for position {pos} are not finite"))
@@ -111,6 +118,8 @@ class Sampler:
         filters.apply_penalties(logits, state.history, state.num_generated, params)
         if state.matcher is not None:
             logits[~state.matcher.mask(state.add.stop_ids)] = -np.inf
+        if not np.isfinite(logits.max()):
+            raise NumericalError(f"bias, penalties or the grammar leave no token to choose for position {pos}")
         if params.temperature <= 0:
             token = int(logits.argmax())
         else:
