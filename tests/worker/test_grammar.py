@@ -97,7 +97,8 @@ def test_after_a_replan_the_grammar_goes_on_where_it_was(tokenizer: Tokenizer, c
     sampler = Sampler(tokenizer.vocab_size, compiler)
     whole = [sample.token for sample in generate(sampler, make_add(1, GRAMMAR, tokenizer.eos_ids), lambda i: rows[i])]
     for cut in range(1, len(whole)):
-        add = make_add(1 + cut, GRAMMAR, tokenizer.eos_ids, history_ids=(5, 6, 7, *whole[:cut]), num_generated=cut)
+        sampler.clear()
+        add = make_add(1, GRAMMAR, tokenizer.eos_ids, history_ids=(5, 6, 7, *whole[:cut]), num_generated=cut)
         made = generate(sampler, add, lambda place, cut=cut: rows[cut + place])  # type: ignore[misc]
         assert [sample.token for sample in made] == whole[cut:]
         assert made[-1].finish is FinishReason.STOP
