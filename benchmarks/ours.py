@@ -12,40 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from contest import STREAM_PROMPT_TOKENS, random_ids, serve_commands
+from split import balanced_ranges
 
 from lamina.coordinator.engine.engine import Engine
 from lamina.coordinator.engine.sequence import SequenceRequest
-from lamina.coordinator.model_file import ModelFile, open_model_file
+from lamina.coordinator.model_file import open_model_file
 from lamina.coordinator.session import Session, SessionSettings, SplitChoice, open_session
 from lamina.spec.address import parse_address
-from lamina.spec.model import LayerRange, stage_tensor_names
 from lamina.spec.placement import StageSettings
 from lamina.spec.sampling import SamplingParams
 
 _CACHE_TOKENS = 8192
 _MAX_CONTEXT = 8192
-
-
-def balanced_ranges(model: ModelFile, num_stages: int) -> tuple[LayerRange, ...]:
-    """The contiguous split whose largest stage reads the fewest bytes for a token (head and layers, no embedding)."""
-    spec, tensors = model.spec, model.tensors
-
-    def read_bytes(layers: LayerRange) -> int:
-        names = stage_tensor_names(spec, layers, tensors)
-        looked_up = {"token_embd.weight"} if layers.stop < spec.num_layers else set()
-        return sum(tensors[name].num_bytes for name in names if name not in looked_up)
-
-    best: dict[tuple[int, int], tuple[int, tuple[LayerRange, ...]]] = {(0, 0): (0, ())}
-    for stage in range(1, num_stages + 1):
-        for stop in range(stage, spec.num_layers + 1):
-            options = []
-            for start in range(stage - 1, stop):
-                if (stage - 1, start) in best:
-                    largest, ranges = best[stage - 1, start]
-                    layers = LayerRange(start, stop)
-                    options.append((max(largest, read_bytes(layers)), (*ranges, layers)))
-            best[stage, stop] = min(options, key=lambda option: option[0])
-    return best[num_stages, spec.num_layers][1]
 
 
 class Ours:
@@ -57,12 +35,10 @@ class Ours:
         self._stack = AsyncExitStack()
         self._session: Session | None = None
 
-    def load(
-        self, model: str, workers: Sequence[str], kv_dtype: str = "f16", chunk_tokens: int = 0
-    ) -> dict[str, object]:
+    def load(self, model: str, workers: Sequence[str], kv_dtype: str = "f16") -> dict[str, object]:
         """Bring the model up over the workers, split so that each reads about the same number of bytes."""
         file = open_model_file(Path(model))
-        ranges = balanced_ranges(file, len(workers))
+        ranges = balanced_ranges(file.spec, file.tensors, len(workers))
         settings = SessionSettings(
             workers=tuple(parse_address(worker) for worker in workers),
             split=SplitChoice(ranges=ranges),

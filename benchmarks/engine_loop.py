@@ -1,0 +1,114 @@
+"""The coordinator's step loop alone: real engine, real scheduler, real messages, a pipeline that answers at once.
+
+python benchmarks/engine_loop.py        commands on standard input, answers on standard output
+"""
+
+import asyncio
+import cProfile
+import io
+import pstats
+import time
+
+from contest import random_ids, serve_commands
+
+from lamina.coordinator.engine.engine import Engine
+from lamina.coordinator.engine.policy import SchedulerConfig
+from lamina.coordinator.engine.scheduler import Scheduler
+from lamina.coordinator.engine.sequence import SequenceRequest
+from lamina.spec.ids import Epoch
+from lamina.spec.sampling import SamplingParams
+from lamina.spec.step import AddSequence, RemoveSequence, SampledToken, StepDone, StepPlan
+from lamina.v1 import step_pb2 as pb
+from lamina.wire.convert import command_to_message, done_from_message, done_to_message
+
+_NUM_PROFILED = 14
+
+
+class InstantPipeline:
+    """Stands in for `Pipeline`: encodes commands as it does and answers each plan with token 7 for every sampled row.
+
+    The answers' bytes are made outside the measured time; parsing them is inside.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        self.num_stages = num_stages
+        self.num_steps = 0
+        self.outside_s = 0.0
+        self._answers: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def issue(self, plan: StepPlan) -> None:
+        message = command_to_message(plan)
+        for _ in range(self.num_stages):
+            message.SerializeToString()
+        start = time.thread_time()
+        tokens = tuple(SampledToken(piece.seq, piece.end, 7) for piece in plan.sampled())
+        self._answers.put_nowait(done_to_message(StepDone(plan.epoch, plan.step, tokens)).SerializeToString())
+        self.outside_s += time.thread_time() - start
+
+    def add_sequence(self, add: AddSequence) -> None:
+        command_to_message(add)
+
+    def remove_sequence(self, removal: RemoveSequence) -> None:
+        command_to_message(removal)
+
+    async def next_done(self) -> StepDone:
+        self.num_steps += 1
+        await asyncio.sleep(0)  # others may run, as they may between real answers
+        return done_from_message(pb.StepDone.FromString(await self._answers.get()))
+
+    async def close(self, *, unload: bool = True) -> None:
+        """Nothing to close."""
+
+
+class EngineLoop:
+    """Command `measure`."""
+
+    def measure(self, num_seqs: int, num_stages: int, num_tokens: int, profile: bool = False) -> dict[str, object]:
+        """CPU microseconds of a step in which all sequences decode: scheduling, encoding, parsing, handing out."""
+        profiler = cProfile.Profile() if profile else None
+        us_per_step, num_steps = asyncio.run(_measure(num_seqs, num_stages, num_tokens, profiler))
+        answer: dict[str, object] = {"us_per_step": us_per_step, "num_steps": num_steps}
+        if profiler is not None:
+            text = io.StringIO()
+            pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(_NUM_PROFILED)
+            answer["profile"] = text.getvalue()
+        return answer
+
+
+async def _measure(
+    num_seqs: int, num_stages: int, num_tokens: int, profiler: cProfile.Profile | None
+) -> tuple[float, int]:
+    """One stage: steps of all sequences; N stages: of an N-th of them, so N times as many sequences are started."""
+    total = num_seqs * num_stages
+    pipeline = InstantPipeline(num_stages)
+    config = SchedulerConfig(
+        num_stages=num_stages, max_rows=2048, max_seqs=num_seqs, max_logit_rows=num_seqs, max_context=8192,
+        num_blocks=(total * (num_tokens // 16 + 4),),
+    )  # fmt: skip
+    engine = Engine(Scheduler(config, Epoch(1)), pipeline)  # type: ignore[arg-type]
+    request = [
+        SequenceRequest(tuple(random_ids(16, i)), SamplingParams(), frozenset(), num_tokens) for i in range(total)
+    ]
+    streams = [engine.submit(one) for one in request]
+    engine.start()
+    await anext(streams[-1])
+    pipeline.num_steps, pipeline.outside_s = 0, 0.0
+    start = time.thread_time()
+    if profiler is not None:
+        profiler.enable()
+    while pipeline.num_steps < (num_tokens - 8) * num_stages:
+        await asyncio.sleep(0)
+    if profiler is not None:
+        profiler.disable()
+    elapsed = time.thread_time() - start - pipeline.outside_s
+    await engine.close()
+    return 1e6 * elapsed / pipeline.num_steps, pipeline.num_steps
+
+
+def main() -> None:
+    """Serve commands."""
+    serve_commands({"measure": EngineLoop().measure})
+
+
+if __name__ == "__main__":
+    main()
