@@ -15,6 +15,7 @@ constexpr int kStrip = 4;
 #include "ops.inc"
 #include "kv_write.inc"
 #include "attention_kernels.inc"
+#include "attention_chunk.inc"
 #include "attention.inc"
 #include "probe.inc"
 

@@ -42,7 +42,8 @@ void kv_read(const KvDesc& cache, const int32_t* blocks, int num_tokens, float* 
 
 size_t attention_own_bytes(int key_dim, int value_dim) {
   const size_t value_stride = (value_dim + 15) / 16 * 16;
-  return kTileQueries * (2 * (2 + value_stride) + key_dim) * sizeof(float);
+  const size_t per_query = kChunkTokens + key_dim + 2 * (2 + value_stride);
+  return (kTileQueries * per_query + kChunkTokens * (key_dim + value_stride)) * sizeof(float);
 }
 
 size_t attention_shared_bytes(int num_threads, int group, int value_dim, int max_blocks) {

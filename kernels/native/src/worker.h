@@ -32,9 +32,15 @@ static inline Share share_of(const Worker& worker, int64_t count) {
 }
 
 // How attention cuts its work; see attention.inc.
-constexpr int kTileQueries = 32;     // queries that walk the keys together
-constexpr int kSplitTokens = 512;    // partial sums are merged at multiples of this
-constexpr int kItemsPerThread = 4;   // below this, the context of one item is shared out
+constexpr int kChunkTokens = 128;   // softmax is rescaled once per chunk
+constexpr int kTileQueries = 32;    // queries that walk the keys together
+constexpr int kSplitTokens = 512;   // partial sums are merged at multiples of this
+constexpr int kItemsPerThread = 4;  // below this, the context of one item is shared out
+
+template <int n>
+struct IntConstant {
+  static constexpr int value = n;
+};
 
 // Scratch of one attention op: per thread, and for partial results that threads share.
 size_t attention_own_bytes(int key_dim, int value_dim);
