@@ -12,9 +12,10 @@ from typing import Any, cast
 import httpx
 import numpy as np
 
-from lamina.coordinator.api.app import ApiSettings, create_app
+from lamina.coordinator.api.app import create_app
 from lamina.coordinator.api.served_model import ServedModel
 from lamina.coordinator.api.service import InferenceService
+from lamina.coordinator.api.settings import OPEN, ApiSettings
 from lamina.coordinator.api.state import Ready
 from lamina.coordinator.cluster.pipeline import Pipeline
 from lamina.coordinator.engine.engine import Engine
@@ -41,7 +42,6 @@ CONFIG = SchedulerConfig(
     prefill_chunk_tokens=64,
     max_waiting=4,
 )
-OPEN = ApiSettings()
 
 
 class ScriptedPipeline:
@@ -53,6 +53,7 @@ class ScriptedPipeline:
         self.script = script
         self.adds: dict[SeqId, AddSequence] = {}  # every one that came, also of sequences that are gone
         self.removed: list[SeqId] = []
+        self.poisoned: set[SeqId] = set()  # their logits are NaN
         self.going = asyncio.Event()
         self.going.set()
         self._sampler = Sampler(self.vocab_size, grammars)
@@ -89,6 +90,8 @@ class ScriptedPipeline:
                 row[:] = self._random.normal(0, 3, self.vocab_size)
             row[self.script(self.adds[seq], self._made[seq])] = 30.0
             self._made[seq] += 1
+            if seq in self.poisoned:
+                row[:] = np.nan
         return StepDone(plan.epoch, plan.step, self._sampler.sample(rows, logits))
 
     async def close(self, *, unload: bool) -> None:

@@ -11,7 +11,7 @@ from lamina.coordinator.cluster.client import LoadProgress, StageLoaded, WorkerC
 from lamina.coordinator.cluster.deploy import deploy
 from lamina.coordinator.cluster.pipeline import Pipeline
 from lamina.coordinator.engine.engine import Engine
-from lamina.coordinator.engine.policy import SchedulerConfig
+from lamina.coordinator.engine.policy import ADMISSIONS, POLICIES, SchedulerConfig
 from lamina.coordinator.engine.scheduler import Scheduler
 from lamina.coordinator.model_file import ModelFile
 from lamina.coordinator.planner.memory import Demand, StagePlan, check_fits, plan_stages
@@ -46,6 +46,11 @@ class SchedulingChoice:
     prefix_caching: bool = True
     prefill_chunk_tokens: int = 512
     max_waiting: int = 256
+
+    def __post_init__(self) -> None:
+        for option, value, known in (("admission", self.admission, ADMISSIONS), ("policy", self.policy, POLICIES)):
+            if value not in known:
+                raise InvalidConfig(f"--{option} {value!r} is none of {', '.join(known)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """The FastAPI app: routes to the service, errors to OpenAI's shape. Decides nothing about generation."""
 
-from dataclasses import dataclass
 from http import HTTPStatus
 
 from fastapi import APIRouter, FastAPI, Request
@@ -8,37 +7,27 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from lamina.coordinator.api.errors import ApiError, error_body, to_api_error
-from lamina.coordinator.api.gate import Gate
+from lamina.coordinator.api.gate import OPEN_PATHS, Gate
+from lamina.coordinator.api.pages import PAGE_FILES, page_routes
 from lamina.coordinator.api.routes_completions import completion_routes
 from lamina.coordinator.api.routes_info import info_routes
 from lamina.coordinator.api.service import InferenceService
+from lamina.coordinator.api.settings import OPEN, ApiSettings
 from lamina.spec.errors import LaminaError
 
-MAX_BODY_BYTES = 16 * 2**20
-PING_S = 15.0
 
-
-@dataclass(frozen=True, slots=True)
-class ApiSettings:
-    """`api_key` "" lets everybody in."""
-
-    api_key: str = ""
-    max_body_bytes: int = MAX_BODY_BYTES
-    ping_s: float = PING_S
-
-
-def create_app(
-    service: InferenceService, settings: ApiSettings = ApiSettings(), routers: tuple[APIRouter, ...] = ()
-) -> FastAPI:
+def create_app(service: InferenceService, settings: ApiSettings = OPEN, routers: tuple[APIRouter, ...] = ()) -> FastAPI:
     """The app of one served model; `routers` are further routes behind the same gate."""
     app = FastAPI(title="lamina", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
-    for router in (completion_routes(service, settings.ping_s), info_routes(service), *routers):
+    for router in (completion_routes(service, settings.ping_s), info_routes(service), page_routes(), *routers):
         app.include_router(router)
     app.add_exception_handler(ApiError, _answer)
     app.add_exception_handler(LaminaError, _answer)
     app.add_exception_handler(HTTPException, _answer_http)
     app.add_exception_handler(Exception, _answer_unexpected)
-    app.add_middleware(Gate, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(
+        Gate, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes, open_paths=OPEN_PATHS | {*PAGE_FILES}
+    )
     return app
 
 

@@ -10,12 +10,15 @@ OPEN_PATHS = frozenset(("/health", "/health/live", "/health/ready"))
 
 
 class Gate:
-    """ASGI middleware. With a key, everything but health is refused without it."""
+    """ASGI middleware. With a key, everything but `open_paths` is refused without it."""
 
-    def __init__(self, app: ASGIApp, api_key: str, max_body_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, api_key: str, max_body_bytes: int, open_paths: frozenset[str] = OPEN_PATHS
+    ) -> None:
         self._app = app
         self._api_key = api_key.encode()
         self._max_body_bytes = max_body_bytes
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -33,7 +36,7 @@ class Gate:
         await self._app(scope, self._counting(receive), send)
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if not self._api_key or path in OPEN_PATHS:
+        if not self._api_key or path in self._open_paths:
             return
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._api_key):

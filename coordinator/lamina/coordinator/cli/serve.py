@@ -9,17 +9,18 @@ import signal
 import sys
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rich.console import Console
 
-from lamina.coordinator.api.app import ApiSettings, create_app
+from lamina.coordinator.api.app import create_app
 from lamina.coordinator.api.served_model import ServedModel
 from lamina.coordinator.api.service import InferenceService
 from lamina.coordinator.api.state import Draining, Loading, Lost, Ready, StageProgress
 from lamina.coordinator.cli.http_server import HttpServer, address_of, bind
 from lamina.coordinator.cli.options import is_interactive
 from lamina.coordinator.cli.progress import LoadBars, split_table
+from lamina.coordinator.cli.serve_settings import ServeSettings
 from lamina.coordinator.cluster.client import LoadProgress, StageLoaded
 from lamina.coordinator.cluster.membership import JoinServer
 from lamina.coordinator.model_file import ModelFile
@@ -27,7 +28,7 @@ from lamina.coordinator.planner.memory import StagePlan
 from lamina.coordinator.session import Report, Session, SessionSettings, addresses_of, open_session
 from lamina.coordinator.telemetry.metrics import Metrics
 from lamina.spec.address import Address
-from lamina.spec.errors import InvalidConfig, LaminaError, StaleEpoch, Unavailable, WorkerLost, WorkerUnreachable
+from lamina.spec.errors import LaminaError, StaleEpoch, Unavailable, WorkerLost, WorkerUnreachable
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 2.0
@@ -36,27 +37,6 @@ _DRAIN_POLL_S = 0.05
 _CURABLE = (WorkerUnreachable, WorkerLost, Unavailable, StaleEpoch)
 # Templates are rendered in threads; they must not hold the interpreter for the default 5 ms while tokens wait.
 _SWITCH_INTERVAL_S = 0.0005
-
-
-@dataclass(frozen=True, slots=True)
-class ServeSettings:
-    """What `serve` is asked for beside the session."""
-
-    listen: Address
-    api: ApiSettings
-    insecure: bool
-    model_name: str
-    join_listen: Address
-    num_workers: int  # that must have joined before the model is split over them
-    drain_s: float
-
-    def __post_init__(self) -> None:
-        if not self.listen.is_loopback and not self.api.api_key and not self.insecure:
-            raise InvalidConfig(
-                f"--host {self.listen.host} lets others in without a key: give --api-key, or say --insecure"
-            )
-        if not self.join_listen.is_loopback and not self.insecure:
-            raise InvalidConfig(f"--join-listen {self.join_listen} takes workers unencrypted: say --insecure")
 
 
 async def serve(model: ModelFile, session: SessionSettings, settings: ServeSettings) -> None:

@@ -7,14 +7,13 @@ from typing import Annotated
 
 import typer
 
-from lamina.coordinator.api.app import MAX_BODY_BYTES, PING_S, ApiSettings
+from lamina.coordinator.api.settings import MAX_BODY_BYTES, PING_S, ApiSettings
 from lamina.coordinator.cli import options
 from lamina.coordinator.cli.chat import ChatSettings
 from lamina.coordinator.cli.chat import chat as run_chat
 from lamina.coordinator.cli.client import DEFAULT_URL, ApiKey, ServerClient, Url
 from lamina.coordinator.cli.config_file import Config
-from lamina.coordinator.cli.serve import ServeSettings
-from lamina.coordinator.cli.serve import serve as run_server
+from lamina.coordinator.cli.serve_settings import ServeSettings
 from lamina.coordinator.cli.status import show_devices, show_status
 from lamina.coordinator.engine.policy import ADMISSIONS, POLICIES
 from lamina.coordinator.model_file import open_model_file
@@ -84,6 +83,9 @@ def serve(
     config: Config = None,
 ) -> None:
     """Serve the model over an OpenAI-compatible HTTP API until SIGTERM."""
+    # Here, because the web framework takes longer to import than the other commands to run.
+    from lamina.coordinator.cli.serve import serve as run_server
+
     _start_logging(log_level)
     opened = open_model_file(model)
     stage = options.stage_settings(opened.spec.context_length, context, parallel, kv_dtype, wire_dtype, max_rows)
@@ -111,7 +113,9 @@ def chat(
     api_key: ApiKey = "",
     system: Annotated[str, typer.Option(help="System message.", envvar="LAMINA_SYSTEM")] = "",
     temperature: Annotated[float, typer.Option(help="0 = greedy.", envvar="LAMINA_TEMPERATURE", min=0)] = 0.7,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer; 0 = what the context leaves.", min=0)] = 0,
+    max_tokens: Annotated[
+        int, typer.Option(help="Most tokens of an answer; 0 = no limit.", envvar="LAMINA_MAX_TOKENS", min=0)
+    ] = 0,
     config: Config = None,
 ) -> None:
     """Talk to a running server."""

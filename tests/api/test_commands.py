@@ -1,0 +1,146 @@
+"""The command line in process: what is refused before anything starts, the configuration file, who wins over whom."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from lamina.coordinator.cli import server_commands
+from lamina.coordinator.cli.app import app
+from lamina.coordinator.cli.config_file import Config, read_config
+from lamina.spec.errors import InvalidConfig, LaminaError
+from support.models import smollm2_path
+
+
+def refusal(*arguments: str) -> str:
+    """The one line that a command is refused with."""
+    result = CliRunner().invoke(app, arguments, env={"LAMINA_CONFIG": ""})
+    assert isinstance(result.exception, LaminaError), result.output
+    assert "\n" not in str(result.exception)
+    return str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--host", "0.0.0.0"], "give --api-key, or say --insecure"),
+        (["--join-listen", "0.0.0.0:50050"], "say --insecure"),
+        (["--workers", "nonsense"], "host:port"),
+        (["--policy", "best"], "best"),
+        (["--admission", "all"], "all"),
+        (["--context", "1M"], "1048576"),
+        (["--max-body", "much"], "much"),
+        (["--log-level", "loud"], "loud"),
+        (["--split", "0-3", "--split-file", "x.yaml"], "exclude each other"),
+    ],
+)
+def test_serve_refuses_before_it_starts(arguments: list[str], reason: str) -> None:
+    assert reason in refusal("serve", str(smollm2_path()), *arguments)
+
+
+def test_no_model_no_server(tmp_path: Path) -> None:
+    assert "nothing.gguf" in refusal("serve", str(tmp_path / "nothing.gguf"))
+
+
+@pytest.mark.parametrize("command", ["status", "devices", "chat"])
+def test_without_a_server_one_line(command: str) -> None:
+    assert "does not answer" in refusal(command, "--url", "http://127.0.0.1:9")
+    assert "http://host:port" in refusal(command, "--url", "nonsense")
+
+
+def test_every_option_of_serve_has_its_environment_twin() -> None:
+    """P-28: every flag's environment twin exists."""
+    commands: Any = typer.main.get_command(app)
+    for name in ("serve", "chat", "status", "devices"):
+        for option in commands.commands[name].params:
+            if option.param_type_name == "option" and option.name not in ("as_json", "help"):
+                assert option.envvar == f"LAMINA_{option.name.upper()}", option.name
+
+
+# -- the configuration file
+
+
+def run_probe(tmp_path: Path, text: str, *arguments: str, env: dict[str, str] | None = None) -> dict[str, object]:
+    """What a command gets with this file; raises what the command line raises."""
+    seen: dict[str, object] = {}
+    probe = typer.Typer()
+
+    @probe.command()
+    def one(
+        model: str = typer.Argument(...),
+        port: int = typer.Option(8080, envvar="LAMINA_PORT"),
+        workers: str = typer.Option("", envvar="LAMINA_WORKERS"),
+        kv_dtype: str = typer.Option("f16", envvar="LAMINA_KV_DTYPE"),
+        insecure: bool = typer.Option(False, "--insecure"),
+        ping_s: float = typer.Option(15.0),
+        config: Config = None,
+    ) -> None:
+        seen.update(model=model, port=port, workers=workers, kv_dtype=kv_dtype, insecure=insecure, ping_s=ping_s)
+
+    @probe.command()
+    def other(url: str = "", config: Config = None) -> None:
+        """Its keys may stand in the same file."""
+
+    path = tmp_path / "lamina.yaml"
+    path.write_text(text)
+    result = CliRunner().invoke(probe, ["one", "--config", str(path), *arguments], env=env)
+    if result.exception is not None:
+        raise result.exception
+    return seen
+
+
+def test_the_file_says_what_flags_can(tmp_path: Path) -> None:
+    text = "model: m.gguf\nport: 99\nworkers: [a:1, 'b:2']\nkv-dtype: q8_0\ninsecure: true\nping_s: 2\nurl: http://x\n"
+    assert run_probe(tmp_path, text) == {
+        "model": "m.gguf",
+        "port": 99,
+        "workers": "a:1,b:2",
+        "kv_dtype": "q8_0",
+        "insecure": True,
+        "ping_s": 2.0,
+    }
+
+
+def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    text, environment = "model: m\nport: 1\n", {"LAMINA_PORT": "2"}
+    assert run_probe(tmp_path, "model: m\n")["port"] == 8080
+    assert run_probe(tmp_path, text)["port"] == 1
+    assert run_probe(tmp_path, text, env=environment)["port"] == 2
+    assert run_probe(tmp_path, text, "--port", "3", env=environment)["port"] == 3
+    assert run_probe(tmp_path, text, "n", env=environment)["model"] == "n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [
+        ("port: 1\nprot: 2\n", 2, "unknown key 'prot'"),
+        ("port: 1\n\nport: 2\n", 3, "given twice"),
+        ("port: {a: 1}\n", 1, "single value"),
+        ("workers:\n  - [a]\n", 2, "single value"),
+        ("- a\n", 1, "key: value"),
+        ("a: [\n", 2, "not valid YAML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_line(tmp_path: Path, text: str, line: int, reason: str) -> None:
+    with pytest.raises(InvalidConfig, match=reason) as refused:
+        run_probe(tmp_path, text, "m")
+    assert f"lamina.yaml:{line}:" in str(refused.value)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="cannot be read"):
+        read_config(tmp_path / "none.yaml")
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    assert run_probe(tmp_path, "# nothing\n", "m")["port"] == 8080
+
+
+def test_serve_takes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real command: values of the file are checked like flags."""
+    path = tmp_path / "lamina.yaml"
+    path.write_text("host: 0.0.0.0\n")
+    assert "--insecure" in refusal("serve", str(smollm2_path()), "--config", str(path))
+    assert server_commands.serve.__name__ == "serve"

@@ -1,0 +1,88 @@
+"""`coordinator serve` and the commands around it, as processes: loading, joining, losing a worker, draining, config."""
+
+import signal
+import threading
+import time
+
+import pytest
+
+from support.cluster import ROOT, WorkerProcess, coordinator, running_workers
+from support.server import running_cluster, running_server
+
+pytestmark = pytest.mark.e2e
+
+MODEL = ROOT / "tests/data/tiny_llama3.gguf"
+TINY = ["--context", "256", "--parallel", "2"]
+
+
+def test_answers_while_nobody_is_there_then_serves_who_joins() -> None:
+    """503 loading from the first second; a worker that joins is used; status and devices show it."""
+    with running_server(str(MODEL), "--join-listen", "127.0.0.1:0", *TINY) as cluster:
+        status, health = cluster.request("/health")
+        assert (status, health["status"]) == (503, "loading")
+        assert "join" in health["waiting_for"]
+        assert cluster.request("/health/live")[0] == 200
+        assert cluster.request("/v1/completions", {"prompt": "x"})[0] == 503
+        join = cluster.server.wait_for(r"--join (\S+)")[1]
+        with running_workers(1, "--join", join):
+            cluster.wait_until_ready()
+            status, answer = cluster.request("/v1/completions", {"prompt": "One, two,", "max_tokens": 3})
+            assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
+            shown = coordinator("status", "--url", cluster.url)
+            assert ": ok" in shown.stdout
+            assert "0-3" in shown.stdout
+            listed = coordinator("devices", "--url", cluster.url, "--json")
+            assert '"name": "w0"' in listed.stdout
+            talk = coordinator("chat", "--url", cluster.url, "--max-tokens", "4", stdin="Hi\n/reset\nHi\n")
+            assert talk.returncode == 0, talk.stderr
+            assert len(talk.stdout.strip().splitlines()) >= 2
+        port = cluster.url.rsplit(":", 1)[1]
+        second = coordinator("serve", str(MODEL), "--port", port, "--join-listen", "127.0.0.1:0", timeout_s=30)
+        assert second.returncode == 2
+        assert "choose another --port" in second.stderr
+        assert "Traceback" not in second.stderr
+
+
+def test_a_lost_worker_is_named_and_its_return_serves_again() -> None:
+    """C-18, C-19: SIGKILL a worker; the server stays, says who is missing, serves again when it is back."""
+    with running_cluster(MODEL, extra=TINY) as cluster:
+        lost = cluster.workers[1]
+        lost.kill()
+        end = time.monotonic() + 10
+        while cluster.request("/health")[0] == 200:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert lost.address in cluster.request("/health")[1]["reason"]
+        assert cluster.request("/v1/completions", {"prompt": "x"})[0] == 503
+        again = WorkerProcess("w1", "--listen", lost.address)
+        try:
+            again.wait_until_ready()
+            cluster.wait_until_ready()
+            assert cluster.request("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+        finally:
+            again.stop()
+
+
+def test_sigterm_finishes_what_runs_and_an_impossible_split_ends_the_server() -> None:
+    with running_cluster(MODEL, num_workers=1, extra=TINY) as cluster:
+        answers: list[int] = []
+        body = {"prompt": "One, two,", "max_tokens": 120, "ignore_eos": True}
+
+        def ask() -> None:
+            status, answer = cluster.request("/v1/completions", body)
+            answers.extend((status, answer["usage"]["completion_tokens"]))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        end = time.monotonic() + 10
+        while cluster.request("/admin/cluster")[1]["num_requests_running"] == 0:
+            assert time.monotonic() < end
+        assert cluster.server.stop(signal.SIGTERM) == 0
+        asking.join(20)
+        assert answers == [200, 120]
+        (worker,) = cluster.workers
+        assert worker.popen.poll() is None
+        arguments = ["serve", str(MODEL), "--workers", worker.address, "--split", "0-1", "--port", "0"]
+        impossible = coordinator(*arguments, timeout_s=30)
+        assert impossible.returncode == 2
+        assert "0-3" in impossible.stderr
