@@ -6,9 +6,10 @@ The worker allocates from `arena_layout` and the planner sums it, so that what i
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from lamina.spec.checkpoint import TensorIndex
-from lamina.spec.model import ROPE_FACTORS, LayerRange, ModelSpec, companion_names, stage_tensor_shapes
+from lamina.spec.model import LayerRange, ModelSpec, companion_names, end_tensor_shapes, layer_tensor_shapes
 from lamina.spec.placement import StageSettings
 from lamina.spec.quant import GgmlType, quant_format
 
@@ -88,22 +89,41 @@ def kv_block_bytes(spec: ModelSpec, layers: LayerRange, group: int, settings: St
     return int(values * KV_BITS[settings.kv_dtype]) // 8
 
 
-def stage_weight_bytes_on(
-    spec: ModelSpec, layers: LayerRange, tensors: TensorIndex, weight_bits: Mapping[GgmlType, float]
-) -> int:
-    """Bytes of a stage's weights as they will lie in memory, after repacking (B-42).
+class WeightBytes:
+    """Bytes of any range of a model's layers as they will lie in a device's memory, after repacking (B-42).
 
     `weight_bits` is the device's bits per value by tensor type; a type it does not name counts as stored. Vectors
     (norms, biases) are float32 on every device, and so is a matrix with a scale beside it; the rotary frequencies are
     kept once for each way of rotating.
     """
-    total = sum(2.0 * rope.dims for rope in {layer.attention.rope for layer in spec.layers_of(layers)})
-    for name, shape in stage_tensor_shapes(spec, layers).items():
-        if name == ROPE_FACTORS:
-            continue  # goes into the frequencies
-        tensor = tensors[name]
-        is_scaled = companion_names(name)[0] in tensors
-        kind = GgmlType.F32 if len(shape) == 1 or is_scaled else tensor.type
-        bits = 32.0 if len(shape) == 1 else weight_bits.get(kind, quant_format(kind, name).bits_per_value)
-        total += math.prod(shape) * bits / 8
-    return int(total)
+
+    def __init__(self, spec: ModelSpec, tensors: TensorIndex, weight_bits: Mapping[GgmlType, float]) -> None:
+        self._spec = spec
+        self._tensors = tensors
+        self._bits = weight_bits
+        by_layer = (layer_tensor_shapes(layer, spec.hidden) for layer in spec.layers)
+        self._up_to = list(accumulate((self._sum(shapes) for shapes in by_layer), initial=0.0))
+
+    def of(self, layers: LayerRange) -> int:
+        """Bytes of a stage with these layers, the model's ends included where it has them."""
+        ropes = {layer.attention.rope for layer in self._spec.layers_of(layers)}
+        total = self._up_to[layers.stop] - self._up_to[layers.start]
+        total += self._sum(end_tensor_shapes(self._spec, layers)) + sum(2 * rope.dims for rope in ropes)
+        return int(total)
+
+    def _sum(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
+        return sum(self._tensor(name, shape) for name, shape in shapes.items())
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> float:
+        if len(shape) == 1:
+            return 4.0 * shape[0]
+        is_scaled = companion_names(name)[0] in self._tensors
+        kind = GgmlType.F32 if is_scaled else self._tensors[name].type
+        return math.prod(shape) * self._bits.get(kind, quant_format(kind, name).bits_per_value) / 8
+
+
+def stage_weight_bytes_on(
+    spec: ModelSpec, layers: LayerRange, tensors: TensorIndex, weight_bits: Mapping[GgmlType, float]
+) -> int:
+    """`WeightBytes` of one range."""
+    return WeightBytes(spec, tensors, weight_bits).of(layers)

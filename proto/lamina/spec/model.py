@@ -267,21 +267,27 @@ def layer_tensor_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, .
     }
 
 
-def stage_tensor_shapes(spec: ModelSpec, layers: LayerRange) -> dict[str, tuple[int, ...]]:
-    """Name -> expected shape (GGUF order) of the tensors that a stage with these layers needs."""
+def end_tensor_shapes(spec: ModelSpec, layers: LayerRange) -> dict[str, tuple[int, ...]]:
+    """Name -> expected shape of what a stage with these layers needs beside them: embedding, norm and head."""
     is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
     embedding = (spec.hidden, spec.vocab_size)
     shapes: dict[str, tuple[int, ...]] = {}
     if is_first or (is_last and spec.tie_embeddings):
         shapes["token_embd.weight"] = embedding
-    for layer in spec.layers_of(layers):
-        if layer.attention.rope.has_freq_factors:
-            shapes[ROPE_FACTORS] = (layer.attention.rope.dims // 2,)
-        shapes |= layer_tensor_shapes(layer, spec.hidden)
     if is_last:
         shapes["output_norm.weight"] = (spec.hidden,)
         if not spec.tie_embeddings:
             shapes["output.weight"] = embedding
+    return shapes
+
+
+def stage_tensor_shapes(spec: ModelSpec, layers: LayerRange) -> dict[str, tuple[int, ...]]:
+    """Name -> expected shape (GGUF order) of the tensors that a stage with these layers needs."""
+    shapes = end_tensor_shapes(spec, layers)
+    for layer in spec.layers_of(layers):
+        if layer.attention.rope.has_freq_factors:
+            shapes[ROPE_FACTORS] = (layer.attention.rope.dims // 2,)
+        shapes |= layer_tensor_shapes(layer, spec.hidden)
     return shapes
 
 

@@ -1,15 +1,16 @@
 """What a split costs in bytes on the devices that are to carry it. Pure arithmetic over `lamina.spec.memory`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina.spec.checkpoint import TensorIndex
 from lamina.spec.device import DeviceProfile
 from lamina.spec.errors import CapacityExceeded
 from lamina.spec.ids import DeviceId
-from lamina.spec.memory import StageMemory, arena_bytes, kv_block_bytes, stage_weight_bytes_on
+from lamina.spec.memory import StageMemory, WeightBytes, arena_bytes, kv_block_bytes
 from lamina.spec.model import LayerRange, ModelSpec
 from lamina.spec.placement import StageSettings
+from lamina.spec.quant import GgmlType
 
 # Left free on each device beyond what is counted: allocator slack, and what other programs take meanwhile.
 RESERVE_SHARE = 0.05
@@ -31,6 +32,11 @@ class Demand:
         return max(wanted, self.settings.max_blocks_per_seq)
 
 
+def room_bytes(device: DeviceProfile) -> int:
+    """What a device can give: all that is free but the reserve."""
+    return int(device.free_bytes * (1 - RESERVE_SHARE))
+
+
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """One stage of a planned split and its bytes."""
@@ -42,18 +48,30 @@ class StagePlan:
     @property
     def room_bytes(self) -> int:
         """What the device can give."""
-        return int(self.device.free_bytes * (1 - RESERVE_SHARE))
+        return room_bytes(self.device)
+
+
+class StageCosts:
+    """Bytes of any range of layers on devices that keep weights in these widths."""
+
+    def __init__(self, demand: Demand, weight_bits: Mapping[GgmlType, float]) -> None:
+        self._demand = demand
+        self._weights = WeightBytes(demand.spec, demand.tensors, weight_bits)
+
+    def of(self, layers: LayerRange) -> StageMemory:
+        """Weights as they lie on the device, cache and arena of these layers."""
+        spec, settings = self._demand.spec, self._demand.settings
+        per_block = sum(kv_block_bytes(spec, layers, group.index, settings) for group in spec.cache_groups)
+        return StageMemory(
+            weight_bytes=self._weights.of(layers),
+            kv_bytes=per_block * self._demand.num_blocks,
+            arena_bytes=arena_bytes(spec, layers, settings),
+        )
 
 
 def stage_memory(demand: Demand, device: DeviceProfile, layers: LayerRange) -> StageMemory:
-    """Weights as they lie on this device, cache and arena of these layers."""
-    spec, settings = demand.spec, demand.settings
-    per_block = sum(kv_block_bytes(spec, layers, group.index, settings) for group in spec.cache_groups)
-    return StageMemory(
-        weight_bytes=stage_weight_bytes_on(spec, layers, demand.tensors, device.weight_bits),
-        kv_bytes=per_block * demand.num_blocks,
-        arena_bytes=arena_bytes(spec, layers, settings),
-    )
+    """`StageCosts` of one range on one device."""
+    return StageCosts(demand, device.weight_bits).of(layers)
 
 
 def plan_stages(

@@ -1,70 +1,65 @@
 """Contiguous layers over ordered devices, by free memory: the split whose fullest device is least full."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations, pairwise
 
-from lamina.coordinator.planner.memory import Demand, plan_stages, stage_memory
+from lamina.coordinator.planner.memory import Demand, StageCosts, room_bytes, stage_memory
 from lamina.spec.device import DeviceProfile
 from lamina.spec.errors import CapacityExceeded, InvalidSplit
 from lamina.spec.model import LayerRange
-
-_SEARCH_STEPS = 30
+from lamina.spec.quant import GgmlType
 
 
 def partition_by_memory(demand: Demand, devices: Sequence[DeviceProfile]) -> tuple[LayerRange, ...]:
     """One range per device, tiling the model. Raises CapacityExceeded with numbers if no split fits.
 
-    Minimises the largest share of its free memory that any device is filled to, by bisection on that share with a
-    greedy fill: for contiguous ranges in a fixed order greedy is exact, since a stage's bytes only grow with layers.
+    Minimises the largest share of its room that any device is filled to. Exact, by dynamic programming over (device,
+    first layer): O(devices * layers^2). Filling greedily is not: a device that can hold one small layer may need the
+    devices before it to stop early.
     """
     num_layers = demand.spec.num_layers
     if not devices:
         raise InvalidSplit("no device to place layers on")
     if len(devices) > num_layers:
         raise InvalidSplit(f"{len(devices)} devices for {num_layers} layers: name at most {num_layers} devices")
-    best = _fill(demand, devices, 1.0)
-    if best is None:
+    tables = _byte_tables(demand, devices)
+    # best[s] = (fullest share, stops) of the devices from here on, with layers from s to the end.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {num_layers: (0.0, ())}
+    for index in range(len(devices) - 1, -1, -1):
+        room, table = room_bytes(devices[index]), tables[index]
+        later = len(devices) - index - 1
+        starts = range(index, num_layers - later) if index else range(1)
+        best = {start: _best_stop(start, table, room, best) for start in starts}
+    share, stops = best[0]
+    if share > 1:
         raise CapacityExceeded(_does_not_fit(demand, devices))
-    low, high = 0.0, 1.0
-    for _ in range(_SEARCH_STEPS):
-        middle = (low + high) / 2
-        found = _fill(demand, devices, middle)
-        if found is None:
-            low = middle
-        else:
-            best, high = found, middle
-    return best
+    return tuple(LayerRange(start, stop) for start, stop in pairwise((0, *stops)))
 
 
-def _fill(demand: Demand, devices: Sequence[DeviceProfile], share: float) -> tuple[LayerRange, ...] | None:
-    """Ranges that fill no device beyond `share` of its room, each as long as that allows; None if there are none."""
-    num_layers = demand.spec.num_layers
-    ranges: list[LayerRange] = []
-    start = 0
-    for index, device in enumerate(devices):
-        last_allowed = num_layers - (len(devices) - index - 1)  # every later device needs a layer
-        stop = last_allowed if index == len(devices) - 1 else _longest(demand, device, start, last_allowed, share)
-        if stop <= start or not _fits(demand, device, LayerRange(start, stop), share):
-            return None
-        ranges.append(LayerRange(start, stop))
-        start = stop
-    return tuple(ranges)
+def _best_stop(
+    start: int, table: Mapping[tuple[int, int], int], room: int, rest: Mapping[int, tuple[float, tuple[int, ...]]]
+) -> tuple[float, tuple[int, ...]]:
+    """Where a device that begins at `start` should stop, given the best of what follows; the later of equals."""
+    found: tuple[float, tuple[int, ...]] = (math.inf, ())
+    for stop, (share, stops) in sorted(rest.items(), reverse=True):
+        if stop > start:
+            filled = max(table[start, stop] / room if room > 0 else math.inf, share)
+            if filled < found[0] or not found[1]:
+                found = (filled, (stop, *stops))
+    return found
 
 
-def _longest(demand: Demand, device: DeviceProfile, start: int, last_allowed: int, share: float) -> int:
-    """The largest stop for which [start, stop) fits, by bisection; `start` if not even one layer does."""
-    low, high = start, last_allowed
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _fits(demand, device, LayerRange(start, middle), share):
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _fits(demand: Demand, device: DeviceProfile, layers: LayerRange, share: float) -> bool:
-    (stage,) = plan_stages(demand, [device], [layers])
-    return stage.memory.total_bytes <= share * stage.room_bytes
+def _byte_tables(demand: Demand, devices: Sequence[DeviceProfile]) -> list[dict[tuple[int, int], int]]:
+    """For each device the bytes of every range [start, stop); devices that keep weights alike share a table."""
+    tables: dict[tuple[tuple[GgmlType, float], ...], dict[tuple[int, int], int]] = {}
+    ranges = list(combinations(range(demand.spec.num_layers + 1), 2))
+    keys = [tuple(sorted(device.weight_bits.items())) for device in devices]
+    for key, device in zip(keys, devices, strict=True):
+        if key not in tables:
+            costs = StageCosts(demand, device.weight_bits)
+            tables[key] = {ends: costs.of(LayerRange(*ends)).total_bytes for ends in ranges}
+    return [tables[key] for key in keys]
 
 
 def _does_not_fit(demand: Demand, devices: Sequence[DeviceProfile]) -> str:

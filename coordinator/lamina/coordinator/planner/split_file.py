@@ -8,6 +8,7 @@ workers:
     layers: 12-29
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def read_split_file(path: Path) -> tuple[SplitEntry, ...]:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
         raise InvalidConfig(f"{path}:{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    except RecursionError:
+        raise InvalidConfig(f"{path}: nested too deeply for a split file") from None
     return tuple(_read_entry(path, node) for node in _worker_nodes(path, root))
 
 
@@ -78,7 +81,7 @@ def _read_entry(path: Path, node: yaml.Node) -> SplitEntry:
         bad = "address" if not isinstance(error, InvalidSplit) else "layers"
         raise InvalidConfig(f"{path}:{_line(fields[bad])}: {error}") from None
     device = texts.get("device", "0")
-    if not device.isascii() or not device.isdigit():
+    if not re.fullmatch(r"[0-9]{1,4}", device):
         raise InvalidConfig(f"{path}:{_line(fields['device'])}: device {device!r} is not a number")
     return SplitEntry(address, int(device), layers, _line(node))
 
