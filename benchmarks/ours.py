@@ -35,14 +35,16 @@ class Ours:
         self._stack = AsyncExitStack()
         self._session: Session | None = None
 
-    def load(self, model: str, workers: Sequence[str], kv_dtype: str = "f16") -> dict[str, object]:
+    def load(self, model: str, workers: Sequence[str], kv_dtype: str = "f16", max_rows: int = 512) -> dict[str, object]:
         """Bring the model up over the workers, split so that each reads about the same number of bytes."""
         file = open_model_file(Path(model))
         ranges = balanced_ranges(file.spec, file.tensors, len(workers))
         settings = SessionSettings(
             workers=tuple(parse_address(worker) for worker in workers),
             split=SplitChoice(ranges=ranges),
-            stage=StageSettings(max_context=min(_MAX_CONTEXT, file.spec.context_length), kv_dtype=kv_dtype),
+            stage=StageSettings(
+                max_rows=max_rows, max_context=min(_MAX_CONTEXT, file.spec.context_length), kv_dtype=kv_dtype
+            ),
             num_tokens=_CACHE_TOKENS,
         )
         opening = open_session(file, settings, lambda _: None, lambda _: None)
