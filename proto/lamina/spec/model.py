@@ -283,12 +283,13 @@ def end_tensor_shapes(spec: ModelSpec, layers: LayerRange) -> dict[str, tuple[in
 
 def stage_tensor_shapes(spec: ModelSpec, layers: LayerRange) -> dict[str, tuple[int, ...]]:
     """Name -> expected shape (GGUF order) of the tensors that a stage with these layers needs."""
-    shapes = end_tensor_shapes(spec, layers)
+    ends = end_tensor_shapes(spec, layers)
+    shapes = {name: ends.pop(name) for name in ("token_embd.weight",) if name in ends}
     for layer in spec.layers_of(layers):
         if layer.attention.rope.has_freq_factors:
             shapes[ROPE_FACTORS] = (layer.attention.rope.dims // 2,)
         shapes |= layer_tensor_shapes(layer, spec.hidden)
-    return shapes
+    return shapes | ends
 
 
 def companion_names(weight_name: str) -> tuple[str, str]:
