@@ -66,13 +66,16 @@ class Contestant:
         stdin = self._process.stdin
         if stdin is None or self._process.poll() is not None:
             raise ContestantFailed(f"{self.name} is gone: {self._log.text}")
-        stdin.write(json.dumps({"op": op, **arguments}) + "\n")
-        stdin.flush()
         try:
+            stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+            stdin.flush()
             line = self._answers.get(timeout=timeout_s)
+        except BrokenPipeError:
+            line = ""
         except queue.Empty:
             raise ContestantFailed(f"{self.name}: no answer to {op} within {timeout_s:g} s: {self._log.text}") from None
         if not line:
+            self._answers.put(line)  # for whoever asks again
             raise ContestantFailed(f"{self.name} died during {op}: {self._log.text}")
         answer = json.loads(line)
         if "error" in answer:

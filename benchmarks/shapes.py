@@ -12,7 +12,9 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter
@@ -22,6 +24,8 @@ REPO = Path(__file__).resolve().parents[1]
 MODELS = REPO / "models"
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _VERSION = 1  # part of the file name: a change of the generator makes new files
+
+_UNUSED = 5  # GGUF's token type
 
 _T = GGMLQuantizationType
 
@@ -215,26 +219,32 @@ def _add_model_metadata(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_quantization_version(2)
 
 
+@cache
+def _tokenizer_of(source: Path) -> dict[str, Any]:
+    """The tokenizer keys of a GGUF file; reading 100,000 strings takes the gguf package seconds."""
+    fields = GGUFReader(source).fields
+    return {key.removeprefix("tokenizer."): field.contents() for key, field in fields.items() if "tokenizer." in key}
+
+
 def _add_tokenizer(writer: GGUFWriter, source: Path, vocab: int) -> None:
     """SmolLM2's tokenizer; ids beyond it are unused tokens. Raises ValueError if it has more tokens than `vocab`."""
-    fields = GGUFReader(source).fields
-    tokens = fields["tokenizer.ggml.tokens"].contents()
-    kinds = fields["tokenizer.ggml.token_type"].contents()
+    values = _tokenizer_of(source)
+    tokens, kinds = values["ggml.tokens"], values["ggml.token_type"]
     if len(tokens) > vocab:
         raise ValueError(f"{source}: {len(tokens)} tokens do not fit a vocabulary of {vocab}")
     num_spare = vocab - len(tokens)
-    writer.add_tokenizer_model(fields["tokenizer.ggml.model"].contents())
-    writer.add_tokenizer_pre(fields["tokenizer.ggml.pre"].contents())
+    writer.add_tokenizer_model(values["ggml.model"])
+    writer.add_tokenizer_pre(values["ggml.pre"])
     writer.add_token_list(tokens + [f"<|unused_{i}|>" for i in range(num_spare)])
-    writer.add_token_types(kinds + [5] * num_spare)
-    writer.add_token_merges(fields["tokenizer.ggml.merges"].contents())
-    writer.add_bos_token_id(fields["tokenizer.ggml.bos_token_id"].contents())
-    writer.add_eos_token_id(fields["tokenizer.ggml.eos_token_id"].contents())
-    writer.add_unk_token_id(fields["tokenizer.ggml.unknown_token_id"].contents())
-    writer.add_pad_token_id(fields["tokenizer.ggml.padding_token_id"].contents())
+    writer.add_token_types(kinds + [_UNUSED] * num_spare)
+    writer.add_token_merges(values["ggml.merges"])
+    writer.add_bos_token_id(values["ggml.bos_token_id"])
+    writer.add_eos_token_id(values["ggml.eos_token_id"])
+    writer.add_unk_token_id(values["ggml.unknown_token_id"])
+    writer.add_pad_token_id(values["ggml.padding_token_id"])
     writer.add_add_bos_token(False)
     writer.add_add_space_prefix(False)
-    writer.add_chat_template(fields["tokenizer.chat_template"].contents())
+    writer.add_chat_template(values["chat_template"])
 
 
 def model_path(name: str, models: Path = MODELS) -> Path:
