@@ -1,7 +1,7 @@
 """CUDA workers end to end: worker processes behind gRPC, driven as `coordinator` drives them, without the HTTP server.
 
 Figures: cuda.decode.MODEL.bSTREAMS.dDEPTH, cuda.prefill.MODEL.pTOKENS (one worker) and cuda.rpc.decode.MODEL (two
-workers, which share the cards there are), tokens/s. There is no peer in this run: llama.cpp's figures on the same kind of
+workers, which share the cards there are), tokens/s. No peer in this run: llama.cpp's figures on the same kind of
 card stand in docs/performance.md, with where they come from.
 """
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -18,7 +19,6 @@ from lamina.coordinator.planner.memory import Demand, StagePlan, check_fits, pla
 from lamina.coordinator.planner.partition import partition_by_memory
 from lamina.coordinator.planner.split_file import read_split_file
 from lamina.spec.address import Address
-from lamina.spec.device import DeviceProfile
 from lamina.spec.errors import InvalidConfig, InvalidSplit
 from lamina.spec.ids import Epoch, PlacementId, WorkerName
 from lamina.spec.model import LayerRange
@@ -75,7 +75,9 @@ class Session:
     workers: tuple[WorkerClient, ...]
 
 
-Dialled = list[tuple[WorkerClient, DeviceProfile]]
+# What a device needs in one step to compute at its full rate (docs/performance.md).
+_MIN_CHUNK_TOKENS = defaultdict(lambda: 32, cuda=512)
+
 Report = Callable[[LoadProgress | StageLoaded], None]
 
 
@@ -162,6 +164,7 @@ async def open_session(
             max_logit_rows=settings.stage.max_logit_rows,
             max_context=settings.stage.max_context,
             num_blocks=pipeline.num_blocks,
+            min_chunk_tokens=max(_MIN_CHUNK_TOKENS[stage.device.kind] for stage in stages),
             **asdict(settings.scheduling),
         )
         engine = Engine(Scheduler(config, placement.epoch), pipeline)

@@ -27,7 +27,8 @@ class SchedulerConfig:
     admission: str = "optimistic"
     policy: str = "fcfs"
     prefix_caching: bool = True
-    prefill_chunk_tokens: int = 512  # of one sequence in one step
+    prefill_chunk_tokens: int = 512  # of one sequence in one step, at most
+    min_chunk_tokens: int = 32  # a prompt is not cut smaller than this for the sake of the pipeline
     max_waiting: int = 256
 
     def __post_init__(self) -> None:
@@ -38,7 +39,10 @@ class SchedulerConfig:
         if not self.num_blocks:
             raise InvalidConfig("num_blocks names no cache group")
         limits = {name: getattr(self, name) for name in ("num_stages", "max_rows", "max_seqs", "max_logit_rows")}
-        limits |= {name: getattr(self, name) for name in ("max_context", "prefill_chunk_tokens", "max_waiting")}
+        limits |= {
+            name: getattr(self, name)
+            for name in ("max_context", "prefill_chunk_tokens", "min_chunk_tokens", "max_waiting")
+        }
         limits["num_blocks"] = min(self.num_blocks)
         for name, value in limits.items():
             if value < 1:
