@@ -149,7 +149,24 @@ def test_masked_tokens_are_never_drawn() -> None:
     logits[[1, 3]] = -np.inf
     assert set(possible(logits)) == {0, 2, 4}
     assert set(possible(logits, top_k=4)) == {0, 2, 4}
-    assert filters.draw(logits, SamplingParams(temperature=1.0), 1 - 2**-53) == 2
+    assert filters.draw(logits, SamplingParams(temperature=1.0), 1 - 2**-53) == 4
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(1e-3, 1, exclude_max=True), st.sampled_from([0.5, 3.0, 10.0]))
+def test_top_p_of_a_large_vocabulary(seed: int, top_p: float, spread: float) -> None:
+    """However many tokens it takes, the set is the one that sorting everything gives, ties by id."""
+    rng = np.random.default_rng(seed)
+    logits = np.round(rng.normal(0, spread, 3000), 1).astype(np.float32)
+    exact = np.exp(logits.astype(np.float64) - logits.max())
+    exact /= exact.sum()
+    order = sorted(range(3000), key=lambda i: (-logits[i], i))
+    count = int(np.searchsorted(np.cumsum(exact[order]), top_p)) + 1
+    kept = sorted(order[:count])
+    for uniform in (0.0, 0.3, 0.7, 1 - 2**-53):
+        cumulative = np.cumsum(exact[kept])
+        place = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+        expected = kept[min(place, count - 1)]
+        assert filters.draw(logits, SamplingParams(temperature=1.0, top_p=top_p), uniform) == expected
 
 
 @given(

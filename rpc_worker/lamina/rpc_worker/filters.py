@@ -1,6 +1,7 @@
 """The steps of sampling as functions on one row of logits, in the order that `SamplingParams` documents (B-31).
 
-Filters work on candidates sorted by logit, highest first, equal logits by token id; each keeps at least one.
+Filters work on candidates in order of token id; each keeps at least one, and of equal ones the first. Nothing sorts the
+whole vocabulary unless it must: that would take longer than the layers of a small model.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from lamina.spec.sampling import SamplingParams
 
 Logits = NDArray[np.float32]
 Floats = NDArray[np.float64]
+_FIRST_NUCLEUS = 256  # tokens looked at first for top_p; most distributions have their mass there
 
 
 def has_penalties(params: SamplingParams) -> bool:
@@ -43,24 +45,30 @@ def apply_penalties(logits: Logits, history: Sequence[int], num_generated: int, 
 
 
 def draw(logits: Logits, params: SamplingParams, uniform: float) -> int:
-    """Filter and draw one token with the given number in [0, 1). Temperature must be > 0."""
+    """Filter and draw one token with the given number in [0, 1). Temperature must be > 0.
+
+    The number picks by cumulative probability in order of token id, so that a rounding error between two nearly equal
+    logits does not swap them.
+    """
     values = logits.astype(np.float64)
+    tokens = np.arange(len(values))
+    if 0 < params.top_k < len(values):  # first, since it is a threshold as well as top_n_sigma, and leaves few
+        tokens = np.sort(_largest(values, params.top_k)[: params.top_k])
+    lowest = np.finfo(np.float64).min
     if params.top_n_sigma > 0:
-        finite = values[np.isfinite(values)]
-        values = np.where(values >= values.max() - params.top_n_sigma * finite.std(), values, -np.inf)
-    tokens = _candidates(values, params.top_k)
-    scaled = values[tokens] / max(params.temperature, 1e-6)
-    scaled -= scaled[0]
+        lowest = values.max() - params.top_n_sigma * values[np.isfinite(values)].std()
+    tokens = tokens[values[tokens] >= lowest]
+    scaled = (values[tokens] - values.max()) / max(params.temperature, 1e-6)
     if params.typical_p < 1:
-        tokens, scaled = _typical(tokens, scaled, params.typical_p)
+        kept = _typical(scaled, params.typical_p)
+        tokens, scaled = tokens[kept], scaled[kept]
     if params.min_p > 0:
-        kept = scaled >= scaled.max() + np.log(params.min_p)
+        kept = np.flatnonzero(scaled >= scaled.max() + np.log(params.min_p))
         tokens, scaled = tokens[kept], scaled[kept]
     probabilities = _softmax(scaled)
     if params.top_p < 1:
-        # Tokens until their sum reaches top_p; the one that reaches it is kept.
-        count = int(np.searchsorted(np.cumsum(probabilities), params.top_p)) + 1
-        tokens, probabilities = tokens[:count], probabilities[:count]
+        kept = _nucleus(probabilities, params.top_p)
+        tokens, probabilities = tokens[kept], probabilities[kept]
     cumulative = np.cumsum(probabilities)
     place = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
     return int(tokens[min(place, len(tokens) - 1)])
@@ -70,20 +78,28 @@ def logprobs(raw: Logits, token: int, num_top: int) -> tuple[float, tuple[tuple[
     """Log-probability of `token`, and of the `num_top` most likely, under softmax of the raw logits."""
     values = raw.astype(np.float64)
     log_sum = values.max() + np.log(np.exp(values - values.max()).sum())
-    top = _candidates(values, num_top) if num_top else np.zeros(0, np.int64)
+    top = _largest(values, num_top)[:num_top] if num_top else np.zeros(0, np.int64)
+    top = top[values[top] > -np.inf]
     return float(values[token] - log_sum), tuple((int(t), float(values[t] - log_sum)) for t in top)
 
 
-def _candidates(values: Floats, top_k: int) -> NDArray[np.int64]:
-    """Ids of the finite values, highest first, equal ones by id; only the first top_k if top_k > 0."""
-    if 0 < top_k < len(values):
-        threshold = np.partition(values, len(values) - top_k)[len(values) - top_k]
-        ids = np.flatnonzero(values >= threshold)
-    else:
-        ids = np.arange(len(values))
-    ids = ids[values[ids] > -np.inf]
-    ids = ids[np.argsort(-values[ids], kind="stable")]
-    return ids[:top_k] if top_k > 0 else ids
+def _largest(values: Floats, count: int) -> NDArray[np.int64]:
+    """Where the `count` largest values are, and all that equal the last of them: largest first, equal ones by place."""
+    places = np.arange(len(values))
+    if count < len(values):
+        places = np.flatnonzero(values >= np.partition(values, len(values) - count)[len(values) - count])
+    return places[np.argsort(-values[places], kind="stable")]
+
+
+def _nucleus(probabilities: Floats, mass: float) -> NDArray[np.int64]:
+    """The fewest most likely tokens that reach `mass` together (Holtzman et al. 2020), in order of place."""
+    size = _FIRST_NUCLEUS
+    while True:
+        order = _largest(probabilities, size)
+        reached = np.cumsum(probabilities[order])
+        if reached[-1] >= mass or len(order) == len(probabilities):
+            return np.sort(order[: int(np.searchsorted(reached, mass)) + 1])
+        size *= 8
 
 
 def _softmax(scaled: Floats) -> Floats:
@@ -91,12 +107,11 @@ def _softmax(scaled: Floats) -> Floats:
     return np.asarray(weights / weights.sum())
 
 
-def _typical(tokens: NDArray[np.int64], scaled: Floats, mass: float) -> tuple[NDArray[np.int64], Floats]:
-    """Locally typical sampling (Meister et al. 2022): tokens whose surprise is closest to the entropy, up to `mass`."""
+def _typical(scaled: Floats, mass: float) -> NDArray[np.int64]:
+    """Locally typical sampling (Meister et al. 2022): places whose surprise is closest to the entropy, up to `mass`."""
     probabilities = _softmax(scaled)
     surprise = -np.log(np.maximum(probabilities, 1e-300))
     entropy = float((probabilities * surprise).sum())
     order = np.argsort(np.abs(surprise - entropy), kind="stable")
     count = int(np.searchsorted(np.cumsum(probabilities[order]), mass)) + 1
-    kept = np.sort(order[:count])  # back in order of likelihood
-    return tokens[kept], scaled[kept]
+    return np.sort(order[:count])
