@@ -3,14 +3,19 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
 
 from lamina.coordinator.cluster.client import LoadProgress, StageLoaded
+from lamina.kernels.registry import create_backend
 from lamina.spec.errors import InvalidRequest, StaleEpoch, Unavailable
 from lamina.spec.memory import arena_bytes
 from lamina.spec.model import LayerRange
+from support.inprocess import InProcessModel
 from support.loopback import NUM_BLOCKS, SETTINGS, Cluster, Talk, TinyModel, next_done, run_scene, running_worker
+from support.tiny import write_tiny_llama
 
 PROMPT = [1, 40, 7, 99, 250, 3, 17]
 Says = Callable[[Sequence[int], int], list[int]]
@@ -126,6 +131,29 @@ def test_two_placements_on_one_worker_share_nothing(model: TinyModel, whole_mode
             talks[1].issue()
             talks[1].take(await next_done(pipelines[1]))
             assert talks[1].tokens == whole_model_says(prompts[1], 13)
+
+    run_scene(scene)
+
+
+def test_two_models_on_one_worker(model: TinyModel, whole_model_says: Says, tmp_path: Path) -> None:
+    """P-12: of equal shape and other weights: a recording, a cache or a weight of the one in the other would show."""
+    path = write_tiny_llama(
+        tmp_path / "b.gguf", matrix_type=GGMLQuantizationType.F32, hidden=64, ff=96, layers=4, seed=4
+    )
+    other = TinyModel.open(path)
+    alone = InProcessModel(path, create_backend("reference"), settings=SETTINGS).greedy([PROMPT], 8)[0]
+    assert alone != whole_model_says(PROMPT, 8)
+
+    async def scene() -> None:
+        async with running_worker("a") as a, Cluster.over(model, a) as one, Cluster.over(other, a) as two:
+            talks = [Talk(await one.deploy(), PROMPT), Talk(await two.deploy(id_="q"), PROMPT)]
+            for talk in talks:
+                talk.add()
+            for _ in range(8):
+                for talk in talks:
+                    talk.issue()
+                    talk.take(await next_done(talk.pipeline))
+            assert [talk.tokens for talk in talks] == [whole_model_says(PROMPT, 8), alone]
 
     run_scene(scene)
 

@@ -194,3 +194,33 @@ def test_a_wrong_plan_ends_this_epoch_only(model: TinyModel, whole_model_says: S
             assert await Talk(other, PROMPT).run(5) == whole_model_says(PROMPT, 5)
 
     run_scene(scene)
+
+
+def test_streams_that_are_given_up_at_once(model: TinyModel) -> None:
+    """A coordinator that vanishes anywhere while it opens its stream leaves no controller behind."""
+
+    async def scene() -> None:
+        async with running_worker("a") as a, Cluster.over(model, a) as cluster:
+            epoch = 0
+            for moment in range(12):
+                epoch += 1
+                pipeline = await cluster.deploy(epoch=epoch)
+                await pipeline.close(unload=False)
+                await cluster.until_orphaned("a")
+                epoch += 1
+                placement = cluster.placement("p", epoch, (), ("a",))
+                worker, stage = cluster.workers[WorkerName("a")], placement.stages[0]
+                async for _ in worker.load_stage(placement, stage, model.spec, str(model.path), cluster.settings):
+                    pass
+                await worker.allocate_cache(placement, stage, pipeline.num_blocks)
+                opening = asyncio.create_task(worker.open_steps(placement, stage, cluster.settings))
+                for _ in range(moment):
+                    await asyncio.sleep(0)
+                opening.cancel()
+                for call in await asyncio.gather(opening, return_exceptions=True):
+                    if not isinstance(call, BaseException):
+                        call.cancel()
+                await cluster.until_orphaned("a")
+            assert len(await cluster.stages("a")) == 1
+
+    run_scene(scene)
