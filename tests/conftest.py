@@ -4,7 +4,7 @@ import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before anything loads numpy
 
-from hypothesis import settings  # noqa: E402
+from hypothesis import settings
 
 # No deadline: a busy machine would turn it into failures that say nothing.
 settings.register_profile("lamina", deadline=None, derandomize=True)
