@@ -65,7 +65,8 @@ def plans(draw: st.DrawFn, num_groups: int) -> StepPlan:
 
 @st.composite
 def sampled_tokens(draw: st.DrawFn, with_logprobs: bool) -> SampledToken:
-    logprob, top = None, ()
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
     if with_logprobs and draw(st.booleans()):
         logprob = draw(FLOAT32)
         top = tuple(draw(st.lists(st.tuples(U32, FLOAT32), max_size=3)))
