@@ -10,18 +10,37 @@ struct BlockedArgs {
   int count;           // sub-blocks; float types: columns
   int init_plane;      // of initial accumulator values, 0 for none
   float* sums;         // [kNumCols][kTiles][16]
+  bool is_first;       // whether sums are still to be started from zero
+  // A share of the weights to be unpacked next, fetched into L2 meanwhile: so many lines per tile in each of 8 rounds. In
+  // a burst they would exceed what the core can have under way. (Fetching the next activations into L1 as well costs
+  // more instructions than it saves.)
+  const uint8_t* weights;
+  int64_t tile_stride;
+  int weight_lines;
 };
+
+constexpr int kFetchRounds = 8;
+
+template <int kTiles>
+LAMINA_INLINE void fetch_ahead(const BlockedArgs& a, int round) {
+  for (int i = round * a.weight_lines; i < (round + 1) * a.weight_lines; ++i) {
+    LAMINA_UNROLL
+    for (int t = 0; t < kTiles; ++t) prefetch_l2(a.weights + t * a.tile_stride + i * kLine);
+  }
+}
 
 // A register tile of kNumCols x kTiles vectors.
 template <class Vector, int kTiles, int kNumCols>
 using Grid = Vector[kNumCols][kTiles];
 
 template <int kTiles, int kNumCols>
-LAMINA_INLINE void load_sums(const float* sums, Grid<F32x16, kTiles, kNumCols>& acc) {
+LAMINA_INLINE void load_sums(const BlockedArgs& a, Grid<F32x16, kTiles, kNumCols>& acc) {
   LAMINA_UNROLL
   for (int c = 0; c < kNumCols; ++c) {
     LAMINA_UNROLL
-    for (int t = 0; t < kTiles; ++t) acc[c][t] = load_f32(sums + (c * kTiles + t) * kTileRows);
+    for (int t = 0; t < kTiles; ++t) {
+      acc[c][t] = a.is_first ? zero_f32() : load_f32(a.sums + (c * kTiles + t) * kTileRows);
+    }
   }
 }
 template <int kTiles, int kNumCols>
@@ -66,10 +85,11 @@ LAMINA_INLINE void add_groups(const Strip<kTiles>& strip, const uint8_t* act, in
 template <bool kHasMin, bool kHasInit, Codes kCodes, int kTiles, int kNumCols>
 static void blocked_block32(const Strip<kTiles>& strip, const BlockedArgs& a) {
   Grid<F32x16, kTiles, kNumCols> acc;
-  load_sums<kTiles, kNumCols>(a.sums, acc);
+  load_sums<kTiles, kNumCols>(a, acc);
   const float* mins = reinterpret_cast<const float*>(strip.mins);
   for (int sub = 0; sub < a.count; ++sub) {
     Grid<Dot<kCodes>, kTiles, kNumCols> dots;
+    fetch_ahead<kTiles>(a, sub);
     start_dots<kHasInit, kCodes, kTiles, kNumCols>(a, sub, dots);
     add_groups<kGroups, kCodes, kTiles, kNumCols>(strip, a.act, sub * kGroups, dots);
     LAMINA_UNROLL
@@ -101,7 +121,7 @@ LAMINA_INLINE void finish_supers(const Strip<kTiles>& strip, const BlockedArgs& 
     for (int t = 0; t < kTiles; ++t) {
       float* at = a.sums + (c * kTiles + t) * kTileRows;
       const F32x16 both = mul(load_f32(entry<kTiles>(strip.d, 0, t)), act_scale);
-      F32x16 acc = load_f32(at);
+      F32x16 acc = a.is_first ? zero_f32() : load_f32(at);
       acc = kNegative ? fnma(dots[c][t], both, acc) : fma(dots[c][t], both, acc);
       if constexpr (kMinPairs != 0) {
         I32x16 mins = zero_i32();
@@ -128,6 +148,7 @@ static void blocked_super(const Strip<kTiles>& strip, const BlockedArgs& a) {
   }
   for (int index = 0; index < kSuperCols / kScaleGroup; ++index) {
     Grid<Dot<kCodes>, kTiles, kNumCols> dots;
+    if (kScaleGroup == 32 || index % 2 == 0) fetch_ahead<kTiles>(a, index * kScaleGroup / 32);
     start_dots<kHasInit, kCodes, kTiles, kNumCols>(a, index, dots);
     add_groups<kCount, kCodes, kTiles, kNumCols>(strip, a.act, index * kCount, dots);
     LAMINA_UNROLL
@@ -147,6 +168,7 @@ static void blocked_fold(const Strip<kTiles>& strip, const BlockedArgs& a) {
   Grid<Dot<kCodes>, kTiles, kNumCols> dots;
   start_dots<kHasInit, kCodes, kTiles, kNumCols>(a, 0, dots);
   for (int group = 0; group < kSuperCols / 4; group += kGroups) {
+    fetch_ahead<kTiles>(a, group / kGroups);
     add_groups<kGroups, kCodes, kTiles, kNumCols>(strip, a.act, group, dots);
   }
   Grid<F32x16, kTiles, kNumCols> totals;
@@ -163,8 +185,9 @@ static void blocked_dense(const Strip<kTiles>& strip, const BlockedArgs& a) {
   const float* x = reinterpret_cast<const float*>(a.act);
   const float* weights = reinterpret_cast<const float*>(strip.codes);
   Grid<F32x16, kTiles, kNumCols> acc;
-  load_sums<kTiles, kNumCols>(a.sums, acc);
+  load_sums<kTiles, kNumCols>(a, acc);
   for (int k = 0; k < a.count; ++k) {
+    if (k % (kDenseChunk / kFetchRounds) == 0) fetch_ahead<kTiles>(a, k / (kDenseChunk / kFetchRounds));
     F32x16 w[kTiles];
     LAMINA_UNROLL
     for (int t = 0; t < kTiles; ++t) w[t] = load_f32(entry<kTiles>(weights, k, t));

@@ -168,13 +168,10 @@ static void run_blocked(const LinearArgs& a, const TileRun& run, const Activatio
     }
     for (int g = 0; g < acts.num_groups; ++g) {
       const ColGroup group = col_group(acts.num_cols, acts.num_groups, g);
-      for (int t = 0; t < count; ++t) {
-        const int strip_begin = t / kStripTiles * kStripTiles;
-        const int strip_tiles = count - strip_begin < kStripTiles ? count - strip_begin : kStripTiles;
-        // A strip of fewer tiles than kStripTiles is done tile by tile.
-        const int width = strip_tiles == kStripTiles ? kStripTiles : 1;
-        for (int c = 0; c < group.num_cols; ++c) {
-          const int64_t at = sums_offset(panel, group, t - t % width) + (c * width + t % width) * kTileRows;
+      // Column by column: a column's tiles are neighbours in `out`, its next column lies on another page.
+      for (int c = 0; c < group.num_cols; ++c) {
+        for (int t = 0; t < count; ++t) {
+          const int64_t at = sums_offset(panel, group, c, t);
           finish_tile(a, run, tile + t, first_row + group.first_col + c, sums[0] + at, sums[1] + at);
         }
       }

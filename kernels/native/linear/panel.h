@@ -45,9 +45,16 @@ struct PanelArgs {
   float* sums;  // [group][strip][column][tile of the strip][16]
 };
 
-// Where the sums of (group, strip) begin in a panel's buffer.
-LAMINA_INLINE int64_t sums_offset(const PanelArgs& a, ColGroup group, int first_tile) {
+// Where the sums of a strip begin in a panel's buffer.
+LAMINA_INLINE int64_t strip_offset(const PanelArgs& a, ColGroup group, int first_tile) {
   return (static_cast<int64_t>(group.first_col) * a.num_tiles + group.num_cols * first_tile) * kTileRows;
+}
+
+// Where those of one column and tile are. A strip of fewer tiles than kStripTiles is done tile by tile.
+LAMINA_INLINE int64_t sums_offset(const PanelArgs& a, ColGroup group, int col, int tile) {
+  const int in_strip = tile % kStripTiles;
+  const int width = a.num_tiles - (tile - in_strip) < kStripTiles ? 1 : kStripTiles;
+  return strip_offset(a, group, tile - tile % width) + (col * width + tile % width) * kTileRows;
 }
 
 // Bytes and columns of one step along a tile.
@@ -70,17 +77,8 @@ LAMINA_INLINE void unpack_strip(const PanelArgs& a, int first_tile, int64_t offs
   auto& strip = *reinterpret_cast<Strip<kTiles>*>(storage);
   for (int t = 0; t < kTiles; ++t) {
     const uint8_t* super = a.tiles + (first_tile + t) * a.tile_bytes + offset;
-    for (int i = 0; i < Step<kType>::kBytes; i += kLine) prefetch(super + Step<kType>::kBytes + i);
     unpack_tile<kType, kTiles>(super, count, t, strip);
   }
-}
-
-template <int kType, int kTiles>
-LAMINA_INLINE void multiply_strip(const uint8_t* storage, int num_cols, const BlockedArgs& args) {
-  const auto& strip = *reinterpret_cast<const Strip<kTiles>*>(storage);
-  if (num_cols == kGroupCols) return blocked_tile<kType, kTiles, kGroupCols>(strip, args);
-  if (num_cols == kGroupCols - 1) return blocked_tile<kType, kTiles, kGroupCols - 1>(strip, args);
-  blocked_tile<kType, kTiles, kGroupCols - 2>(strip, args);
 }
 
 template <int kType>
@@ -90,32 +88,60 @@ constexpr int init_plane_of() {
   return f.kind == Kind::kSuper ? super_init_plane(f) : f.kind == Kind::kFold ? fold_init_plane(f) : 0;
 }
 
+// Lines of each round, if `num_calls` kernel calls share the fetching of `bytes`.
+constexpr int lines_per_round(int bytes, int num_calls) {
+  const int round_bytes = kFetchRounds * kLine * num_calls;
+  return (bytes + round_bytes - 1) / round_bytes;
+}
+
+// The strip at `first_tile` against column group `index`, over step `step`. `next` is what will be unpacked next.
+template <int kType, int kTiles>
+LAMINA_INLINE void multiply_strip(const PanelArgs& a, int first_tile, int step, int count, int index,
+                                  const uint8_t* next, const uint8_t* storage) {
+  constexpr Kind kind = format_of(kType).kind;
+  const Activations& acts = *a.acts;
+  const ColGroup group = col_group(acts.num_cols, acts.num_groups, index);
+  const GroupActivations act = group_activations(acts, kind, group);
+  const int64_t weight_share = Step<kType>::kBytes * static_cast<int64_t>(index) / acts.num_groups / kLine * kLine;
+  const BlockedArgs args{
+      act.begin + step * act.stride_bytes,
+      acts.ldx,
+      count,
+      init_plane_of<kType>(),
+      a.sums + strip_offset(a, group, first_tile),
+      step == 0,
+      next + first_tile * a.tile_bytes + weight_share,
+      a.tile_bytes,
+      lines_per_round(Step<kType>::kBytes, acts.num_groups),
+  };
+  const auto& strip = *reinterpret_cast<const Strip<kTiles>*>(storage);
+  if (group.num_cols == kGroupCols) return blocked_tile<kType, kTiles, kGroupCols>(strip, args);
+  if (group.num_cols == kGroupCols - 1) return blocked_tile<kType, kTiles, kGroupCols - 1>(strip, args);
+  blocked_tile<kType, kTiles, kGroupCols - 2>(strip, args);
+}
+
 template <int kType>
 static void multiply_panel(const PanelArgs& a) {
   alignas(64) uint8_t storage[kPanelStrips][sizeof(Strip<kStripTiles>)];
-  const Activations& acts = *a.acts;
-  __builtin_memset(a.sums, 0, sizeof(float) * kTileRows * a.num_tiles * acts.num_cols);
   int64_t offset = 0;
   int step = 0;
-  for (int cols_left = acts.cols; cols_left > 0; cols_left -= Step<kType>::kCols, ++step) {
+  for (int cols_left = a.acts->cols; cols_left > 0; cols_left -= Step<kType>::kCols, ++step) {
     const int count = Step<kType>::count(cols_left);
     for (int tile = 0; tile < a.num_tiles; tile += kStripTiles) {
       uint8_t* strip = storage[tile / kStripTiles];
       if (a.num_tiles - tile >= kStripTiles) unpack_strip<kType, kStripTiles>(a, tile, offset, count, strip);
       else unpack_strip<kType, 1>(a, tile, offset, count, strip);
     }
-    for (int g = 0; g < acts.num_groups; ++g) {
-      const ColGroup group = col_group(acts.num_cols, acts.num_groups, g);
-      const GroupActivations act = group_activations(acts, format_of(kType).kind, group);
+    offset += Step<kType>::kBytes;
+    // After the last step comes the next panel.
+    const uint8_t* next = a.tiles + (cols_left > Step<kType>::kCols ? offset : a.num_tiles * a.tile_bytes);
+    for (int g = 0; g < a.acts->num_groups; ++g) {
       for (int tile = 0; tile < a.num_tiles; tile += kStripTiles) {
-        const BlockedArgs args{act.begin + step * act.stride_bytes, acts.ldx, count, init_plane_of<kType>(),
-                               a.sums + sums_offset(a, group, tile)};
         const uint8_t* strip = storage[tile / kStripTiles];
-        if (a.num_tiles - tile >= kStripTiles) multiply_strip<kType, kStripTiles>(strip, group.num_cols, args);
-        else multiply_strip<kType, 1>(strip, group.num_cols, args);
+        if (a.num_tiles - tile >= kStripTiles) multiply_strip<kType, kStripTiles>(a, tile, step, count, g, next, strip);
+        else multiply_strip<kType, 1>(a, tile, step, count, g, next, strip);
       }
     }
-    offset += Step<kType>::kBytes;
   }
 }
 

@@ -240,5 +240,6 @@ LAMINA_INLINE void store_i8(int8_t* p, I32x16 v) {
 }
 
 LAMINA_INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
+LAMINA_INLINE void prefetch_l2(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace lamina::LAMINA_LINEAR_NS
