@@ -235,8 +235,10 @@ def test_unload_while_steps_run(model: TinyModel) -> None:
         ({"model_path": ""}, "InvalidCheckpoint", "model file not found here"),
         ({"model_path": "/"}, "InvalidCheckpoint", "model file not found here"),
         ({"model_path": "x\0y"}, "InvalidCheckpoint", "model file not found here"),
+        ({"model_path": "/" + "漢" * 5000}, "InvalidCheckpoint", "model file not found here"),
+        ({"model_digest": "漢\n" * 5000}, "InvalidCheckpoint", "is not the coordinator's model"),
     ],
-    ids=str,
+    ids=range(14),
 )
 def test_impossible_requests(model: TinyModel, change: dict[str, object], kind: str, said: str) -> None:
     """Refused with a type and a reason before anything is read or evicted."""

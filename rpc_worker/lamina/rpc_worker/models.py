@@ -26,10 +26,17 @@ def find_model(path: str, folders: tuple[Path, ...]) -> Path:
     given = Path(path)
     places = [folder / given.name for folder in folders] + [given]
     for place in places:
-        if place.is_file():
+        if _is_file(place):
             return place
     tried = ", ".join(str(place) for place in places)
     raise InvalidCheckpoint(f"model file not found here (tried {tried}); copy it, or name its folder with --models")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, a folder that may not be looked into
+        return False
 
 
 def open_model(path: Path, expected_digest: str) -> OpenedModel:
