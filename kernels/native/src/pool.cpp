@@ -2,10 +2,6 @@
 
 #include <system_error>
 
-#if defined(__linux__)
-#include <pthread.h>
-#include <sched.h>
-#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -27,28 +23,10 @@ inline void pause_briefly() {
 #endif
 }
 
-void pin_to_core(int index) {
-#if defined(__linux__)
-  cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
-  const int num_cores = CPU_COUNT(&allowed);
-  int wanted = index % (num_cores > 0 ? num_cores : 1);
-  for (int core = 0; core < CPU_SETSIZE; ++core) {
-    if (!CPU_ISSET(core, &allowed) || wanted-- > 0) continue;
-    cpu_set_t one;
-    CPU_ZERO(&one);
-    CPU_SET(core, &one);
-    pthread_setaffinity_np(pthread_self(), sizeof(one), &one);
-    return;
-  }
-#else
-  (void)index;
-#endif
-}
-
 }  // namespace
 
-Wait wait_for_change(const std::atomic<uint32_t>& word, uint32_t old, std::atomic<uint32_t>& parked) {
+Wait wait_for_change(const std::atomic<uint32_t>& word, uint32_t old, std::atomic<uint32_t>& parked,
+                     const LongWait* on_long_wait) {
   for (int poll = 0; poll < kBusyPolls; ++poll) {
     if (word.load(std::memory_order_acquire) != old) return Wait::kSpun;
   }
@@ -56,6 +34,7 @@ Wait wait_for_change(const std::atomic<uint32_t>& word, uint32_t old, std::atomi
     if (word.load(std::memory_order_acquire) != old) return Wait::kSpun;
     pause_briefly();
   }
+  if (on_long_wait != nullptr) on_long_wait->placement->part_from_others(on_long_wait->thread);
   for (int poll = 0; poll < kYieldedPolls; ++poll) {
     if (word.load(std::memory_order_acquire) != old) return Wait::kYielded;
     std::this_thread::yield();
@@ -67,7 +46,7 @@ Wait wait_for_change(const std::atomic<uint32_t>& word, uint32_t old, std::atomi
   return Wait::kParked;
 }
 
-Wait Barrier::wait() {
+Wait Barrier::wait(const LongWait* on_long_wait) {
   // Both are read before arriving: afterwards the others may already be in the next region.
   const uint32_t phase = phase_.load(std::memory_order_relaxed);
   const uint32_t num_threads = num_threads_.load(std::memory_order_relaxed);
@@ -77,10 +56,10 @@ Wait Barrier::wait() {
     if (parked_.load() != 0) phase_.notify_all();
     return Wait::kSpun;
   }
-  return wait_for_change(phase_, phase, parked_);
+  return wait_for_change(phase_, phase, parked_, on_long_wait);
 }
 
-Pool::Pool(int num_threads, bool pin) : pin_(pin) {
+Pool::Pool(int num_threads, bool pin) : placement_(num_threads), pin_(pin) {
   threads_.reserve(num_threads > 1 ? num_threads - 1 : 0);
   for (int thread = 1; thread < num_threads; ++thread) {
     try {
@@ -98,13 +77,13 @@ Pool::~Pool() {
 }
 
 void Pool::pin_caller() {
-  if (pin_) pin_to_core(0);
+  if (pin_) Placement::pin(0);
 }
 
-void Pool::run(int num_threads, Task task, void* argument) {
+Wait Pool::run(int num_threads, Task task, void* argument) {
   if (num_threads <= 1) {
     task(argument, 0, 1);
-    return;
+    return Wait::kSpun;
   }
   task_ = task;
   argument_ = argument;
@@ -112,21 +91,30 @@ void Pool::run(int num_threads, Task task, void* argument) {
   const uint32_t count = (region_.load(std::memory_order_relaxed) >> 8) + 1;
   region_.store(((count == 0x1000000 ? 1 : count) << 8) | static_cast<uint32_t>(num_threads));
   if (parked_.load() != 0) region_.notify_all();
+  placement_.note(0);
   task(argument, 0, num_threads);
-  barrier_.wait();
+  return barrier(0);
+}
+
+// The caller stays where it is: its affinity is not ours to touch.
+Wait Pool::barrier(int thread) {
+  const LongWait part{&placement_, thread};
+  return barrier_.wait(thread > 0 && !pin_ ? &part : nullptr);
 }
 
 void Pool::work(int thread) {
-  if (pin_) pin_to_core(thread);
+  if (pin_) Placement::pin(thread);
   uint32_t seen = kNone;
   for (;;) {
-    wait_for_change(region_, seen, parked_);
+    wait_for_change(region_, seen, parked_, nullptr);
     seen = region_.load(std::memory_order_acquire);
     if (seen == kStop) return;
     const int num_threads = static_cast<int>(seen & 0xff);
     if (thread >= num_threads) continue;
+    placement_.note(thread);
+    if (!pin_ && placement_.shares_core(thread, seen >> 8)) placement_.part_from_others(thread);
     task_(argument_, thread, num_threads);
-    barrier_.wait();
+    barrier(thread);
   }
 }
 

@@ -6,20 +6,28 @@
 #include <thread>
 #include <vector>
 
+#include "placement.h"
+
 namespace lamina {
 
 // What a wait cost: kSpun is the quiet case, kYielded means that a peer was probably not running.
 enum class Wait : int { kSpun = 0, kYielded = 1, kParked = 2 };
 
-// Waits until `word` differs from `old`: spins, then yields the core, then parks. `parked` counts sleepers for notify.
-Wait wait_for_change(const std::atomic<uint32_t>& word, uint32_t old, std::atomic<uint32_t>& parked);
+// Waits until `word` differs from `old`: spins, then calls `on_long_wait` (if any), yields the core, and parks. `parked`
+// counts sleepers for whoever changes the word.
+struct LongWait {
+  Placement* placement;
+  int thread;
+};
+Wait wait_for_change(const std::atomic<uint32_t>& word, uint32_t old, std::atomic<uint32_t>& parked,
+                     const LongWait* on_long_wait);
 
 // A reusable barrier: the last to arrive advances the phase that the others watch.
 class Barrier {
  public:
   // Only while no thread is inside.
   void reset(int num_threads) { num_threads_.store(static_cast<uint32_t>(num_threads), std::memory_order_relaxed); }
-  Wait wait();
+  Wait wait(const LongWait* on_long_wait);
 
  private:
   alignas(64) std::atomic<uint32_t> arrived_{0};
@@ -39,10 +47,10 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   int num_threads() const { return static_cast<int>(threads_.size()) + 1; }
-  // Runs task(argument, t, n) on n threads, 0 < n <= num_threads(), and returns when all are done.
-  void run(int num_threads, Task task, void* argument);
+  // Runs task(argument, t, n) on n threads, 0 < n <= num_threads(), and returns when all are done, with what that wait cost.
+  Wait run(int num_threads, Task task, void* argument);
   // For the threads of the present region.
-  Wait barrier() { return barrier_.wait(); }
+  Wait barrier(int thread);
   // Binds the calling thread to the first allowed core, if the pool pins.
   void pin_caller();
 
@@ -55,6 +63,7 @@ class Pool {
   Task task_ = nullptr;
   void* argument_ = nullptr;
   Barrier barrier_;
+  Placement placement_;
   bool pin_;
   std::vector<std::thread> threads_;
 };

@@ -130,7 +130,7 @@ struct Team::Walk {
 
 void Worker::barrier() {
   if (num_threads == 1) return;
-  if (team->pool_.barrier() != Wait::kSpun) team->num_long_waits_.fetch_add(1, std::memory_order_relaxed);
+  if (team->pool_.barrier(thread) != Wait::kSpun) team->num_long_waits_.fetch_add(1, std::memory_order_relaxed);
 }
 
 int Worker::next_item() { return team->cursors_[op].fetch_add(1, std::memory_order_relaxed); }
@@ -172,7 +172,7 @@ Status Team::replay(const OpDesc* ops, int num_ops, const StepShape& shape, int 
   num_long_waits_.store(0, std::memory_order_relaxed);
   Walk walk{this, ops, num_ops, shape};
   const int threads = num_threads < 1 ? 1 : num_threads > pool_.num_threads() ? pool_.num_threads() : num_threads;
-  pool_.run(threads, &Team::walk, &walk);
+  if (pool_.run(threads, &Team::walk, &walk) != Wait::kSpun) num_long_waits_.fetch_add(1, std::memory_order_relaxed);
   if (report != nullptr) *report = {threads, num_long_waits_.load(std::memory_order_relaxed)};
   return static_cast<Status>(status_.load(std::memory_order_relaxed));
 }

@@ -33,7 +33,7 @@ class Scratch {
 // What a replay is told about its waiting.
 struct ReplayReport {
   int32_t num_threads;
-  int32_t num_long_waits;  // waits at barriers that outlasted spinning: a peer was late or not running
+  int32_t num_long_waits;  // waits at barriers or the end that outlasted spinning: a peer was late or not running
 };
 
 class Team {
