@@ -1,0 +1,64 @@
+"""Whole models on a GPU: tiny models of every family against transformers' goldens, whole, split and mixed."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lamina.kernels.backend import Backend
+from lamina.kernels.registry import create_backend
+from lamina.spec.placement import StageSettings
+from support.inprocess import InProcessModel
+
+pytestmark = pytest.mark.gpu
+
+TESTS = Path(__file__).parents[1]
+GOLDENS: dict[str, Any] = json.loads((TESTS / "goldens/tiny_models.json").read_text())["models"]
+SETTINGS = StageSettings(max_rows=256, max_seqs=8, max_logit_rows=8, max_context=256, kv_dtype="f16")
+LOGIT_ERROR = 0.1  # activations are rounded to 8 bits; tests/goldens/TINY_MODELS.md
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Iterator[Backend]:
+    backend = create_backend("cuda:0")
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(params=sorted(GOLDENS))
+def golden(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return GOLDENS[request.param]
+
+
+@pytest.mark.parametrize("cuts", [(), (1,)], ids=["whole", "split"])
+def test_greedy_text_and_logits(cuda: Backend, golden: dict[str, Any], cuts: tuple[int, ...]) -> None:
+    """Prompts in company, decoded by replayed graphs: the goldens' text, logits within the rounding of activations."""
+    model = InProcessModel(TESTS / "data" / golden["file"], cuda, cuts, SETTINGS)
+    prompts = [prompt["tokens"] for prompt in golden["prompts"]]
+    made = model.greedy(prompts, len(golden["prompts"][0]["greedy"]))
+    assert made == [prompt["greedy"] for prompt in golden["prompts"]]
+    model.reset()
+    for prompt in golden["prompts"]:
+        model.reset()
+        logits = model.step({0: prompt["tokens"]})[0]
+        expected = np.array(prompt["logits"][str(len(prompt["tokens"]) - 1)])
+        assert np.linalg.norm(logits - expected) / np.linalg.norm(expected) < LOGIT_ERROR
+    model.free()
+
+
+def test_split_between_gpu_and_reference(cuda: Backend) -> None:
+    """A mixed pair exchanges float32 frames (C-12): the same text as either alone."""
+    golden = GOLDENS["qwen3"]
+    path = TESTS / "data" / golden["file"]
+    reference = create_backend("reference")
+    gpu_half = InProcessModel(path, cuda, (1,), SETTINGS)
+    cpu_half = InProcessModel(path, reference, (1,), SETTINGS)
+    mixed = InProcessModel(path, reference, (1,), SETTINGS)
+    mixed.stages = [gpu_half.stages[0], cpu_half.stages[1]]
+    prompts = [prompt["tokens"] for prompt in golden["prompts"]]
+    assert mixed.greedy(prompts, 12) == [prompt["greedy"] for prompt in golden["prompts"]]
+    for model in (gpu_half, cpu_half):
+        model.free()
