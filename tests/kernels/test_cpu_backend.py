@@ -3,6 +3,7 @@
 import ctypes
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +17,17 @@ from lamina.kernels.cpu.backend import CpuBackend, TapeGraph
 from lamina.kernels.cpu.descriptors import Isa, OpDesc, OpKind
 from lamina.kernels.cpu.threads import usable_cores
 from lamina.kernels.ops import LaunchError
-from lamina.spec.errors import InvalidConfig, InvalidPlan
+from lamina.spec.errors import CapacityExceeded, InvalidConfig, InvalidPlan
 from lamina.spec.quant import GgmlType
 from support.backends import BACKENDS, Bench, create_or_skip
 from support.mini_stage import MiniStage, Piece
 
 
 @pytest.fixture
-def bench() -> Bench:
+def bench() -> Iterator[Bench]:
     backend = create_or_skip(BACKENDS["cpu"])
-    return Bench(backend, BACKENDS["cpu"], np.random.default_rng(3))
+    yield Bench(backend, BACKENDS["cpu"], np.random.default_rng(3))
+    backend.close()
 
 
 @pytest.fixture
@@ -52,7 +54,9 @@ def test_instruction_sets_are_executed_not_assumed(backend: CpuBackend) -> None:
 def test_a_forced_instruction_set_is_obeyed_or_refused(monkeypatch: pytest.MonkeyPatch, backend: CpuBackend) -> None:
     """LAMINA_CPU_ISA forces one; a name that is none, or cannot run here, is an error and never another set."""
     monkeypatch.setenv(library.ISA_VARIABLE, "scalar")
-    assert "scalar" in CpuBackend(threads=1).capabilities.kernel
+    scalar = CpuBackend(threads=1)
+    assert "scalar" in scalar.capabilities.kernel
+    scalar.close()
     absent = next(isa for isa in Isa if isa not in library.working_isas())
     for name, reason in (("sse9", "is none of scalar"), (absent.name.lower(), "cannot run on this")):
         monkeypatch.setenv(library.ISA_VARIABLE, name)
@@ -233,3 +237,17 @@ def test_scratch_counts_against_the_limit() -> None:
         scale=1.0,
     )
     assert before > after > limited.backend.device_facts().free_bytes + 4096
+    limited.backend.close()
+
+
+def test_scratch_beyond_the_limit_is_refused() -> None:
+    """B-42: a step that needs more scratch than is left is a CapacityExceeded with numbers, before it runs."""
+    entry = BACKENDS["cpu"]
+    limited = Bench(create_or_skip(entry, 1 << 20), entry, np.random.default_rng(0))
+    weight, _, _ = limited.weight((GgmlType.Q8_0, 16), cols=512)
+    limited.step(200)
+    x, out = limited.floats(np.zeros((200, 512))), limited.output(200, 16)
+    limited.backend.alloc((limited.backend.device_facts().free_bytes // 4 - 16,), DType.F32)
+    with pytest.raises(CapacityExceeded, match="scratch of the CPU ops needs"):
+        ops.linear(limited.backend, x, weight, out)
+    limited.backend.close()

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from lamina.kernels.backend import Capabilities, DeviceFacts, Graph, GraphError, Unsupported
+from lamina.kernels.backend import Capabilities, DeviceFacts, Graph, GraphError, Unsupported, require_free
 from lamina.kernels.buffer import Buffer, DType, Extent, HostTensor, KvCache, StepLimits, StepShape, Weight
 from lamina.kernels.cpu import memory
 from lamina.kernels.cpu.descriptors import KvDesc, ReplayReport
@@ -277,6 +277,10 @@ class CpuBackend(LedgerBackend):
         return self._team
 
     def _ensure_scratch(self, own_bytes: int, shared_bytes: int) -> None:
+        wanted = own_bytes * self.num_threads + shared_bytes
+        growth = wanted - self._functions.lamina_team_scratch_bytes(self._live_team())
+        if growth > 0:
+            require_free("scratch of the CPU ops", growth, self.device_facts())
         if not self._functions.lamina_team_reserve(self._live_team(), own_bytes, shared_bytes):
             raise CapacityExceeded(f"the system refused {shared_bytes / 2**20:.1f} MiB of scratch")
 
