@@ -171,6 +171,7 @@ def _announce(console: Console, settings: ServeSettings, bound: Address, joins: 
     """The lines to paste elsewhere."""
     url = f"http://{bound}"
     lines = [f"{settings.model_name} at {url}, OpenAI base URL {url}/v1"]
+    lines.append(f"  page:            {url}/")
     lines.append(f"  chat:            coordinator chat --url {url}")
     lines.append(f"  state:           coordinator status --url {url}")
     if joins is not None:

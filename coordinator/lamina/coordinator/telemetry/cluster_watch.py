@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from prometheus_client.core import GaugeMetricFamily, Metric, SummaryMetricFamily
 
 from lamina.coordinator.cluster.client import WorkerClient
+from lamina.spec.address import Address
 from lamina.spec.device import LoadedStage, WorkerProfile
 from lamina.spec.errors import LaminaError
 from lamina.spec.placement import Placement
@@ -39,6 +40,7 @@ class ClusterWatch:
         self._placement: Placement | None = None
         self._link_rtts_s: tuple[float, ...] = ()
         self._profiles: dict[str, WorkerProfile] = {}
+        self._addresses: dict[str, Address] = {}
         self._is_up: dict[str, bool] = {}
         self._looks: dict[int, StageLook] = {}
         self._last_s = 0.0
@@ -49,11 +51,12 @@ class ClusterWatch:
         self._placement = placement
         self._link_rtts_s = tuple(link_rtts_s)
         self._profiles = {client.profile.name: client.profile for client in clients}
+        self._addresses = {client.profile.name: client.address for client in clients}
         self._is_up = dict.fromkeys(self._profiles, True)
         self._looks.clear()
 
     def lose_all(self) -> None:
-        """Nobody is followed any more; what was known last stays to be shown, as not up."""
+        """Nobody is followed any more; what was known last stays to be shown, not up until a worker answers anew."""
         self._clients = ()
         self._is_up = dict.fromkeys(self._is_up, False)
 
@@ -64,8 +67,11 @@ class ClusterWatch:
             await asyncio.sleep(period_s)
 
     async def look(self) -> None:
-        """Ask every worker once."""
+        """Ask every worker once; between two placements, dial those of the last one."""
         clients = self._clients
+        if not clients:
+            await self._dial_known()
+            return
         answers = await asyncio.gather(*(client.describe() for client in clients), return_exceptions=True)
         if clients is not self._clients:
             return  # others are followed by now
@@ -79,6 +85,17 @@ class ClusterWatch:
             elif not isinstance(answer, LaminaError):
                 _log.error("looking at worker %s failed: %r", name, answer)
             self._is_up[name] = isinstance(answer, WorkerProfile)
+
+    async def _dial_known(self) -> None:
+        """So that a lost worker can be told from those that only lost their pipeline."""
+        known = self._addresses
+        found = await asyncio.gather(*(_find(address) for address in known.values()))
+        if self._clients:
+            return
+        for name, profile in zip(known, found, strict=True):
+            self._is_up[name] = profile is not None and profile.name == name
+            if profile is not None and self._is_up[name]:
+                self._profiles[name] = profile
 
     def snapshot(self) -> dict[str, object]:
         """For /admin/cluster."""
@@ -142,10 +159,9 @@ class ClusterWatch:
             )
 
     def _worker_object(self, profile: WorkerProfile) -> dict[str, object]:
-        addresses = {client.profile.name: str(client.address) for client in self._clients}
         return {
             "name": profile.name,
-            "address": addresses.get(profile.name, profile.advertise),
+            "address": str(self._addresses[profile.name]),
             "up": self._is_up[profile.name],
             "version": profile.version.product,
             "uptime_s": round(profile.uptime_s, 1),
@@ -181,3 +197,13 @@ class ClusterWatch:
             "busy_ratio": round(look.busy_ratio, 4),
             "num_sequences": stage.num_sequences,
         }
+
+
+async def _find(address: Address) -> WorkerProfile | None:
+    """The worker at an address, None if none answers."""
+    try:
+        client = await WorkerClient.dial(address, deadline_s=PERIOD_S)
+    except LaminaError:
+        return None
+    await client.close()
+    return client.profile
