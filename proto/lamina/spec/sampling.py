@@ -30,21 +30,25 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checks = (
-            (self.temperature >= 0, "temperature must be >= 0", self.temperature),
-            (self.top_k >= 0, "top_k must be >= 0 (0 = off)", self.top_k),
-            (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
+            (0 <= self.temperature <= 1e4, "temperature must be in [0, 10000]", self.temperature),
+            (0 <= self.top_k < 2**31, "top_k must be in [0, 2**31) (0 = off)", self.top_k),
+            (1e-9 <= self.top_p <= 1, "top_p must be in [1e-9, 1]", self.top_p),
             (0 <= self.min_p <= 1, "min_p must be in [0, 1]", self.min_p),
-            (0 < self.typical_p <= 1, "typical_p must be in (0, 1]", self.typical_p),
-            (self.top_n_sigma >= 0, "top_n_sigma must be >= 0 (0 = off)", self.top_n_sigma),
-            (self.repetition_penalty > 0, "repetition_penalty must be > 0", self.repetition_penalty),
+            (1e-9 <= self.typical_p <= 1, "typical_p must be in [1e-9, 1]", self.typical_p),
+            (0 <= self.top_n_sigma <= 1e4, "top_n_sigma must be in [0, 10000] (0 = off)", self.top_n_sigma),
+            (
+                1e-4 <= self.repetition_penalty <= 1e4,
+                "repetition_penalty must be in [1e-4, 1e4]",
+                self.repetition_penalty,
+            ),
             (-2 <= self.presence_penalty <= 2, "presence_penalty must be in [-2, 2]", self.presence_penalty),
             (-2 <= self.frequency_penalty <= 2, "frequency_penalty must be in [-2, 2]", self.frequency_penalty),
-            (self.penalty_window >= -1, "penalty_window must be >= -1", self.penalty_window),
+            (-1 <= self.penalty_window < 2**31, "penalty_window must be in [-1, 2**31)", self.penalty_window),
             (0 <= self.seed < 2**64, "seed must be in [0, 2**64)", self.seed),
             (-1 <= self.num_logprobs <= 20, "num_logprobs must be in [-1, 20]", self.num_logprobs),
         )
         for ok, rule, value in checks:  # a NaN fails every comparison, so it is refused as well
             if not ok:
                 raise InvalidRequest(f"{rule}, got {value}")
-        if any(not -100 <= bias <= 100 or token < 0 for token, bias in self.logit_bias.items()):
+        if any(not -100 <= bias <= 100 or not 0 <= token < 2**31 for token, bias in self.logit_bias.items()):
             raise InvalidRequest("logit_bias maps token ids >= 0 to values in [-100, 100]")

@@ -89,7 +89,7 @@ SAMPLING = st.builds(
     min_p=st.floats(0, 1, width=32),
     typical_p=st.floats(2**-20, 1, width=32),
     top_n_sigma=st.floats(0, 10, width=32),
-    repetition_penalty=st.floats(2**-20, 10, width=32),
+    repetition_penalty=st.floats(2**-10, 10, width=32),
     presence_penalty=st.floats(-2, 2, width=32),
     frequency_penalty=st.floats(-2, 2, width=32),
     penalty_window=st.integers(-1, 2**31 - 1),
