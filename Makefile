@@ -7,7 +7,7 @@ PROMPT ?= Explain in two sentences why the sky is blue.
 NATIVE := CMakeLists.txt pyproject.toml $(shell find kernels/native -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev models demo test lint type proto bench check clean
+.PHONY: help setup dev models demo test lint type proto peer bench check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -53,6 +53,24 @@ proto: $(VENV)/.dev ## regenerate the gRPC stubs
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py
 
 check: lint type test ## everything CI runs
+
+# The peer of the benchmarks: llama.cpp with its RPC backend, in an environment of its own. Set PEER_CMAKE_ARGS for
+# another instruction set.
+PEER_VENV ?= .venv-peer
+PEER_CMAKE_ARGS ?= -DGGML_RPC=ON -DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON \
+  -DGGML_AVX512_BF16=ON
+
+peer: $(PEER_VENV)/.installed ## llama.cpp to compare with (about 5 minutes on two cores)
+
+$(PEER_VENV)/.installed:
+	$(PYTHON) -m venv $(PEER_VENV)
+	CMAKE_ARGS="$(PEER_CMAKE_ARGS)" $(PEER_VENV)/bin/python -m pip install --quiet llama-cpp-python==0.3.36
+	@touch $@
+
+bench: $(VENV)/.dev $(MODEL) $(PEER_VENV)/.installed ## the quick benchmarks, into benchmarks/results
+	export LAMINA_PEER_PYTHON="$${LAMINA_PEER_PYTHON:-$(PEER_VENV)/bin/python}"; \
+	for script in kernels local rpc serving; do \
+	  $(BIN)/python benchmarks/$$script.py --quick --json benchmarks/results/$$script-quick.json || exit 1; done
 
 clean: ## remove what was built (not the model)
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

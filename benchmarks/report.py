@@ -2,6 +2,8 @@
 
 Owns the file format: {commit, date, machine, figures: [{name, value, unit, peer, ratio, ...}]}. A figure's ratio is
 better than 1 where ours is the better one, whichever way the unit points. Standard library only.
+
+    python benchmarks/report.py FILE...      result files as Markdown tables
 """
 
 import argparse
@@ -17,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 _REPO = Path(__file__).resolve().parents[1]
 _LOWER_IS_BETTER = frozenset({"s", "ms", "us"})
@@ -78,6 +81,7 @@ class Report:
         self._only: list[str] = args.only
         self._start = time.monotonic()
         self._load_before = os.getloadavg()
+        self._commit = commit()
         self.facts: dict[str, object] = {}
 
     def wants(self, *names: str) -> bool:
@@ -95,13 +99,13 @@ class Report:
         self._write()
         print(table(self.figures))
         load = " ".join(f"{x:.1f}" for x in self._load_before), " ".join(f"{x:.1f}" for x in os.getloadavg())
-        print(f"commit {commit()}, {machine()}, load average {load[0]} before, {load[1]} after")
+        print(f"commit {self._commit}, {machine()}, load average {load[0]} before, {load[1]} after")
 
     def _write(self) -> None:
         if self._path is None:
             return
         document = {
-            "commit": commit(),
+            "commit": self._commit,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": machine(),
             "script": self._script,
@@ -145,6 +149,19 @@ def table(figures: Sequence[Figure]) -> str:
         cells = [row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, 5)), row[5]]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """A result file as a table for docs/performance.md."""
+    lines = ["| figure | ours | peer | ratio | spread | unit |", "|---|---:|---:|---:|---:|---|"]
+    for item in document["figures"]:
+        spreads = [f"{100 * item[key]:.0f} %" for key in ("spread", "peer_spread") if key in item]
+        ratio = "" if item["ratio"] is None else f"{item['ratio']:.2f}"
+        cells = [item["name"], _short(item["value"]), _short(item["peer"]), ratio, " / ".join(spreads), item["unit"]]
+        lines.append(f"| {' | '.join(cells)} |")
+    when = f"commit {document['commit']}, {document['date']}, {document['machine']}"
+    load = f"load average {document['load_before'][0]:.1f} before, {document['load_after'][0]:.1f} after"
+    return "\n".join([*lines, "", f"{document['script']}.py: {when}, {load}."])
 
 
 def format_figure(figure: Figure) -> str:
@@ -198,3 +215,8 @@ def _short(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(markdown(json.loads(Path(name).read_text())), end="\n\n")

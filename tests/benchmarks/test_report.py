@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from report import Report, argument_parser, figure, figure_to_json, spread, table, take_turns
+from report import Report, argument_parser, figure, figure_to_json, markdown, spread, table, take_turns
 
 
 def test_a_rate_is_compared_ours_over_peer() -> None:
@@ -58,6 +58,21 @@ def test_file_has_the_agreed_keys(tmp_path: Path) -> None:
     entries = json.loads(path.read_text())["figures"]
     assert [item["name"] for item in entries] == ["decode.x", "hop"]
     assert all({"name", "value", "unit", "peer", "ratio"} <= item.keys() for item in entries)
+
+
+def test_markdown_says_what_was_measured_where(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    report = Report("test", argument_parser("d").parse_args(["--json", str(path)]))
+    report.add(figure("decode.x", "tokens/s", [30.0, 33.0], [10.0, 11.0]))
+    report.add(figure("hop.p50_us", "us", [105.5]))
+    document = json.loads(path.read_text())
+    lines = markdown(document).splitlines()
+    assert lines[2:4] == [
+        "| decode.x | 31.5 | 10.5 | 3.00 | 10 % / 10 % | tokens/s |",
+        "| hop.p50_us | 105.5 |  |  | 0 % | us |",
+    ]
+    assert document["commit"] in lines[-1]
+    assert document["machine"] in lines[-1]
 
 
 def test_empty_extras_are_left_out() -> None:
