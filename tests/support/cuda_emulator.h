@@ -2,8 +2,6 @@
 //
 // The threads of a block are fibers of one OS thread. A fiber gives way only in __syncthreads and in warp-wide operations,
 // so results are the same on every run; a warp-wide operation that some lane never reaches is reported, not a hang.
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -29,13 +27,60 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct dim3 { unsigned x, y, z; };
 
+// Switching fibers by hand where we know how: swapcontext asks the kernel twice, and takes most of the time of a test.
+#if defined(__x86_64__)
+typedef void* Context;
+extern "C" void emulator_switch(Context* save, Context load);
+asm(R"(
+.text
+.globl emulator_switch
+.hidden emulator_switch
+emulator_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+inline void switch_context(Context& from, Context& to) { emulator_switch(&from, to); }
+inline void make_context(Context& context, std::vector<char>& stack, void (*entry)()) {
+    auto top = reinterpret_cast<uintptr_t>(stack.data() + stack.size()) & ~uintptr_t(15);
+    auto* words = reinterpret_cast<void**>(top) - 8;  // six registers, the entry, and a return address that is never used
+    for (int i = 0; i < 6; i++) words[i] = nullptr;
+    words[6] = reinterpret_cast<void*>(entry);
+    words[7] = nullptr;
+    context = words;
+}
+#else
+#include <ucontext.h>
+typedef ucontext_t Context;
+inline void switch_context(Context& from, Context& to) { swapcontext(&from, &to); }
+inline void make_context(Context& context, std::vector<char>& stack, void (*entry)()) {
+    getcontext(&context);
+    context.uc_stack.ss_sp = stack.data();
+    context.uc_stack.ss_size = stack.size();
+    context.uc_link = nullptr;
+    makecontext(&context, entry, 0);
+}
+#endif
+
 namespace emulator {
 
 constexpr int MAX_THREADS = 1024;
-constexpr size_t STACK_BYTES = 128 * 1024;
+constexpr size_t STACK_BYTES = 64 * 1024;
 
 struct Fiber {
-    ucontext_t context;
+    Context context;
     std::vector<char> stack = std::vector<char>(STACK_BYTES);
     bool done = false;
 };
@@ -47,7 +92,7 @@ struct Warp {
 
 inline Fiber* fibers[MAX_THREADS];
 inline Warp warps[MAX_THREADS / 32];
-inline ucontext_t scheduler;
+inline Context scheduler;
 inline int current = 0, num_threads = 0, num_alive = 0, num_at_barrier = 0, barrier_generation = 0;
 inline bool moved = false;
 inline dim3 block_index, block_size, grid_size;
@@ -60,7 +105,7 @@ inline void* entry_argument;
     std::abort();
 }
 
-inline void give_way() { swapcontext(&fibers[current]->context, &scheduler); }
+inline void give_way() { switch_context(fibers[current]->context, scheduler); }
 
 inline void release_barrier_if_complete() {
     if (num_alive > 0 && num_at_barrier == num_alive) {
@@ -112,18 +157,14 @@ inline void run_block() {
         if (!fibers[i]) fibers[i] = new Fiber;
         Fiber& fiber = *fibers[i];
         fiber.done = false;
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
-        fiber.context.uc_link = nullptr;
-        makecontext(&fiber.context, fiber_main, 0);
+        make_context(fiber.context, fiber.stack, fiber_main);
         if (i % 32 == 0) warps[i / 32].num_arrived = 0;
         warps[i / 32].num_alive = 32;
     }
     while (num_alive > 0) {
         moved = false;
         for (current = 0; current < num_threads; current++)
-            if (!fibers[current]->done) swapcontext(&scheduler, &fibers[current]->context);
+            if (!fibers[current]->done) switch_context(scheduler, fibers[current]->context);
         if (!moved && num_alive > 0) fail("deadlock: lanes wait for each other");
     }
 }
@@ -227,6 +268,7 @@ using std::min;
 
 inline void __syncthreads() { emulator::block_barrier(); }
 inline void __threadfence() {}
+inline void __syncwarp() { emulator::warp_operation(nullptr, [](void**) {}); }
 template <class T> T __shfl_xor_sync(u32, T value, int mask) { return emulator::shuffle(value, (emulator::current % 32) ^ mask); }
 template <class T> T __shfl_sync(u32, T value, int source) { return emulator::shuffle(value, source); }
 template <class T> T atomicAdd(T* at, T value) { T old = *at; *at += value; return old; }
@@ -291,6 +333,7 @@ inline void stream_load(u32 (&words)[2], const void* address) { require_aligned(
 inline u32 stream_load4(const void* address) { require_aligned(address, 4); u32 word; std::memcpy(&word, address, 4); return word; }
 inline u32 stream_load2(const void* address) { require_aligned(address, 2); u16 word; std::memcpy(&word, address, 2); return word; }
 
+inline void prefetch_line(const void*) {}
 inline void grid_wait() {}
 inline void grid_release_dependents() {}
 inline void mma_bytes_k32(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { emulator::mma_bytes({d, a, {b0, b1}, 2}); }

@@ -14,7 +14,7 @@ from lamina.kernels.cuda.programs import program
 from lamina.kernels.cuda.workspace import MAX_SPLITS, max_attention_parts
 
 TILE_QUERIES = 16
-FEW_WARPS, MANY_WARPS, STAGE_PAGES, STAGES = 4, 8, 2, 2  # as in attention.cu
+MANY_WARPS, STAGE_PAGES, STAGES = 8, 2, 2  # as in attention.cu
 PLAIN_WARPS = 4
 _ALL = 1 << 30
 
@@ -58,10 +58,15 @@ def plan_attention(planner: Planner, args: AttentionArgs) -> None:
         _plan_many(planner, args, rows, few_queries if has_few else 0, target)
 
 
+def few_warps(value_dim: int) -> int:
+    """Warps of an `attend_few` block: as many as have room for their partial results in shared memory."""
+    return 8 if value_dim <= 128 else 4
+
+
 def choose_splits(num_units: int, num_multiprocessors: int) -> int:
     """Blocks that share the keys of one (sequence, KV head, tile), so that long contexts fill the card at any batch."""
     room = max_attention_parts(num_multiprocessors) // num_units
-    return max(1, min(MAX_SPLITS, room, ceil_div(4 * num_multiprocessors, num_units)))
+    return max(1, min(MAX_SPLITS, room, num_multiprocessors // num_units))
 
 
 def _problem(
@@ -113,9 +118,10 @@ def _plan_few(
         ).address
     entry = program("attention.cu", "attend_few", **_defines(args.cache))
     problem = _problem(planner, args, splits, most_queries, partial, tickets)
-    grid = (splits, tiles, planner.shape.num_seqs)
-    shared_bytes = (FEW_WARPS + 1) * part_bytes
-    planner.call(entry, grid, 32 * FEW_WARPS, *problem, *target, shared_bytes=shared_bytes)
+    # the kernel reads the limits of every sequence of the grid before it knows how many there are
+    grid = (splits, tiles, min(planner.shape.num_seqs, args.row_starts.shape[0] - 1))
+    warps = few_warps(args.cache.value_dim)
+    planner.call(entry, grid, 32 * warps, *problem, *target, shared_bytes=(warps + 1) * part_bytes)
 
 
 def _plan_many(planner: Planner, args: AttentionArgs, rows: Rows, few_queries: int, target: tuple[int, ...]) -> None:

@@ -33,10 +33,11 @@ _NO_PART = (0, 0, 0, 0, 0, 0)
 
 # Launch bounds of the kernels on packed weights: most warps of a block, blocks that registers must suffice for.
 # Chosen by the compiler's register counts and by measurement on an H200; see benchmarks/cuda_backend.py.
-_ROW_BOUNDS = (12, 2)
+_ROW_BOUNDS = (14, 2)
 _DP4A_BOUNDS = (16, 2)
 _ROWS_BOUNDS = {8: (8, 2), 16: (8, 2), 32: (8, 2), 64: (4, 2)}  # by activation slots
-WARPS_PER_MULTIPROCESSOR = 32
+_WARPS_TO_FILL = 20  # of a multiprocessor, so that enough bytes are under way
+_MAX_BLOCKS = 32  # of a multiprocessor, on any card
 
 
 def storage_of(weight: Weight) -> CudaWeight:
@@ -98,14 +99,14 @@ def _byte_linear(
     flags: int,
 ) -> None:
     """One launch for one or two packed parts."""
-    file, defines, (max_warps, min_blocks) = _byte_kernel(planner, parts, form.slots)
-    defines |= {"FORMAT": parts[0].format.name, "MAX_WARPS": max_warps, "MIN_BLOCKS": min_blocks}
+    file, defines, bounds = _byte_kernel(planner, parts, form.slots)
+    defines |= {"FORMAT": parts[0].format.name, "MAX_WARPS": bounds[0], "MIN_BLOCKS": bounds[1]}
     if len(parts) == 2:
         defines["FORMAT_B"] = parts[1].format.name
     first, second = (_part_args(stored, part) for part in (parts[0], parts[-1]))
     num_groups = sum(part.num_groups for part in parts)
     num_spans = ceil_div(parts[0].num_chunks, 4)
-    warps = choose_warps(num_groups, num_spans, max_warps, planner.device.num_multiprocessors)
+    warps = choose_warps(num_groups, num_spans, bounds, planner.device.num_multiprocessors)
     codes, scales, *_ = planner.target(rows, x.num_columns, form)
     planner.call(
         program(file, "linear", **defines),
@@ -136,11 +137,22 @@ def _byte_kernel(
     return "linear_rows.cu", {"COLUMN_TILES": slots // 8}, _ROWS_BOUNDS[slots]
 
 
-def choose_warps(num_groups: int, num_spans: int, max_warps: int, num_multiprocessors: int) -> int:
-    """Warps per group of 16 rows: enough to fill the card, each with about as many spans of 256 columns."""
-    wanted = ceil_div(WARPS_PER_MULTIPROCESSOR * num_multiprocessors, num_groups)
-    warps = max(1, min(wanted, max_warps, num_spans))
-    return ceil_div(num_spans, ceil_div(num_spans, warps))
+def choose_warps(num_groups: int, num_spans: int, bounds: tuple[int, int], num_multiprocessors: int) -> int:
+    """Warps that share a group of 16 rows: those that finish first by a model of the card.
+
+    A multiprocessor holds as many blocks as `bounds` (most warps of a block, blocks) leave room for; a block takes as
+    long as its warps have spans of 256 columns, and one span's time to start and end. Counted in waves of blocks this
+    ranks block sizes as measured on an H200, from 224 groups to 9,504.
+    """
+    max_warps, min_blocks = bounds
+
+    def cost(warps: int) -> tuple[int, int]:
+        blocks = min(max_warps * min_blocks // warps, _MAX_BLOCKS) * num_multiprocessors
+        idle = max(0, _WARPS_TO_FILL * num_multiprocessors - num_groups * warps)
+        return ceil_div(num_groups, blocks) * (ceil_div(num_spans, warps) + 1), idle
+
+    best = min(range(min(max_warps, num_spans), 0, -1), key=cost)
+    return ceil_div(num_spans, ceil_div(num_spans, best))
 
 
 def _part_args(stored: CudaWeight, part: PackedPart) -> tuple[int, ...]:

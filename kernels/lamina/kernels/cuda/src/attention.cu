@@ -149,7 +149,9 @@ struct Tile {
 
 // -- few queries
 
-constexpr int FEW_WARPS = 4;
+constexpr int FEW_WARPS = VALUE_DIM <= 128 ? 8 : 4, MAX_PARTS = 32;
+// Below this many pages a warp the keys stay with one block: merging through memory costs several pages' time.
+constexpr int UNSPLIT_PAGES = 4;
 
 // Unnormalised outputs of 16 queries over some of the keys, with the largest score and the sum of weights.
 struct Partial {
@@ -177,20 +179,6 @@ DEVICE void store_tile(const Tile& tile, Partial& to, int lane, int queries) {
     }
 }
 
-// How much each of several partials counts towards their sum: factors[i] for query m; the sum's own highest and total.
-DEVICE void weigh_partials(const Partial* parts, int count, int m, float* factors, int stride, float* highest,
-                           float* total) {
-    float overall = NEGATIVE_INFINITY, all = 0.f;
-    for (int i = 0; i < count; i++) overall = fmaxf(overall, parts[i].highest[m]);
-    for (int i = 0; i < count; i++) {
-        const float factor = merge_factor(parts[i].highest[m], overall);
-        factors[i * stride] = factor;
-        all += parts[i].total[m] * factor;
-    }
-    *highest = overall;
-    *total = all;
-}
-
 DEVICE void add_scaled(float4& to, const float4& x, float factor) {
     to.x += x.x * factor;
     to.y += x.y * factor;
@@ -200,44 +188,53 @@ DEVICE void add_scaled(float4& to, const float4& x, float factor) {
 
 DEVICE const float4& quad_of(const Partial& part, int at) { return reinterpret_cast<const float4*>(part.o)[at]; }
 
-// Adds up `count` partials in memory into `sum`; the warps take turns at the parts. `scratch` and `sum` are shared.
-DEVICE void merge_partials(const Partial* parts, int count, int queries, Partial& sum, Partial* scratch) {
-    constexpr int QUADS = VALUE_DIM / 4, MAX_PARTS = 64;
-    __shared__ float factors[MAX_PARTS][16];
-    for (int m = threadIdx.x; m < queries; m += blockDim.x)
-        weigh_partials(parts, count, m, &factors[0][m], 16, &sum.highest[m], &sum.total[m]);
-    __syncthreads();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int at = lane; at < queries * QUADS; at += 32) {
-        float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-        for (int i = warp; i < count; i += FEW_WARPS) add_scaled(value, quad_of(parts[i], at), factors[i][at / QUADS]);
-        reinterpret_cast<float4*>(scratch[warp].o)[at] = value;
+// How much each of up to 32 partials counts in their sum, [part][query]; the sum's highest and total. A warp a query.
+DEVICE void weigh_partials(const Partial* parts, int count, int queries, float (*factors)[16], Partial& sum) {
+    const int lane = threadIdx.x % 32;
+    for (int m = threadIdx.x / 32; m < queries; m += FEW_WARPS) {
+        const bool real = lane < count;
+        const float highest = real ? parts[lane].highest[m] : NEGATIVE_INFINITY;
+        const float total = real ? parts[lane].total[m] : 0.f, overall = warp_max(highest);
+        const float factor = merge_factor(highest, overall), all = warp_sum(total * factor);
+        factors[lane][m] = factor;
+        if (lane == 0) {
+            sum.highest[m] = overall;
+            sum.total[m] = all;
+        }
     }
+}
+
+// Adds up `count` partials in memory into `sum`, which is shared; loads go out in batches, as memory is far away.
+DEVICE void merge_partials(const Partial* parts, int count, int queries, Partial& sum, float (*factors)[16]) {
+    constexpr int QUADS = VALUE_DIM / 4, BATCH = 16;
+    weigh_partials(parts, count, queries, factors, sum);
     __syncthreads();
     for (int at = threadIdx.x; at < queries * QUADS; at += blockDim.x) {
-        float4 value = quad_of(scratch[0], at);
-        for (int w = 1; w < FEW_WARPS; w++) add_scaled(value, quad_of(scratch[w], at), 1.f);
+        float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int first = 0; first < count; first += BATCH) {
+            float4 batch[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++)
+                batch[i] = first + i < count ? quad_of(parts[first + i], at) : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) add_scaled(value, batch[i], factors[first + i][at / QUADS]);
+        }
         reinterpret_cast<float4*>(sum.o)[at] = value;
     }
     __syncthreads();
 }
 
 // Adds up the tiles of the block's warps, scratch[0 .. FEW_WARPS - 1] in shared memory, into `to` (shared or global).
-DEVICE void merge_warps(const Partial* scratch, int queries, Partial& to) {
+DEVICE void merge_warps(const Partial* scratch, int queries, Partial& to, float (*factors)[16]) {
     constexpr int QUADS = VALUE_DIM / 4;
+    weigh_partials(scratch, FEW_WARPS, queries, factors, to);
+    __syncthreads();
     for (int at = threadIdx.x; at < queries * QUADS; at += blockDim.x) {
         const int m = at / QUADS;
-        float factors[FEW_WARPS], highest, total;
-        weigh_partials(scratch, FEW_WARPS, m, factors, 1, &highest, &total);
         float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-        for (int w = 0; w < FEW_WARPS; w++) add_scaled(value, quad_of(scratch[w], at), factors[w]);
+        for (int w = 0; w < FEW_WARPS; w++) add_scaled(value, quad_of(scratch[w], at), factors[w][m]);
         reinterpret_cast<float4*>(to.o)[at] = value;
-        if (at % QUADS == 0) {
-            to.highest[m] = highest;
-            to.total[m] = total;
-        }
     }
 }
 
@@ -278,51 +275,62 @@ DEVICE void write_output(const Attention& p, const Partial& sum, int first_row, 
 DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* scratch, int seq, int first_row,
                             int first_query, int queries, int split, int max_splits) {
     __shared__ int is_last;
+    __shared__ float factors[MAX_PARTS][16];
     const int head = blockIdx.y % p.num_kv_heads, count = min(16, queries - first_query);
     const int first_page = first_visible(p, p.positions[first_row + first_query / p.group]) / PAGE_TOKENS;
     const int last_row = first_row + (first_query + count - 1) / p.group;
     const int num_pages = p.positions[last_row] / PAGE_TOKENS + 1 - first_page;
-    const int num_splits = max(1, min(max_splits, num_pages / (2 * FEW_WARPS)));
+    const bool is_short = num_pages <= UNSPLIT_PAGES * FEW_WARPS;
+    const int num_splits = is_short ? 1 : max(1, min(max_splits, num_pages / FEW_WARPS));
     if (split >= num_splits) return;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int per_split = ceil_div(num_pages, num_splits), begin = first_page + split * per_split;
     const int end = min(begin + per_split, first_page + num_pages);
     const int* table = p.block_table + static_cast<size_t>(seq) * p.table_stride;
+    auto keys_of = [&](int block) { return page_at(p.k, block, p.num_kv_heads, head, KEY_PAGE_BYTES); };
+    auto values_of = [&](int block) { return page_at(p.v, block, p.num_kv_heads, head, VALUE_PAGE_BYTES); };
+    int block = begin + warp < end ? table[begin + warp] : 0;
+    prefetch(keys_of(block), KEY_PAGE_BYTES, lane);
+    prefetch(values_of(block), VALUE_PAGE_BYTES, lane);
     Tile tile;
     tile.load(p, first_row, first_query, queries, head, lane);
     for (int page = begin + warp; page < end; page += FEW_WARPS) {
-        const int block = table[page];
-        tile.add_page(p, page_at(p.k, block, p.num_kv_heads, head, KEY_PAGE_BYTES),
-                      page_at(p.v, block, p.num_kv_heads, head, VALUE_PAGE_BYTES), page * PAGE_TOKENS, lane);
+        const int next = page + FEW_WARPS < end ? table[page + FEW_WARPS] : block;
+        if (next != block) {
+            prefetch(keys_of(next), KEY_PAGE_BYTES, lane);
+            prefetch(values_of(next), VALUE_PAGE_BYTES, lane);
+        }
+        tile.add_page(p, keys_of(block), values_of(block), page * PAGE_TOKENS, lane);
+        block = next;
     }
     tile.sum_totals();
     store_tile(tile, scratch[warp], lane, count);
     __syncthreads();
     Partial& sum = scratch[FEW_WARPS];
     if (num_splits == 1) {
-        merge_warps(scratch, count, sum);
+        merge_warps(scratch, count, sum, factors);
         __syncthreads();
     } else {
         const int where = seq * gridDim.y + blockIdx.y;
         Partial* parts = reinterpret_cast<Partial*>(p.partial) + static_cast<size_t>(where) * p.num_splits;
-        merge_warps(scratch, count, parts[split]);
-        __threadfence();
+        merge_warps(scratch, count, parts[split], factors);
         __syncthreads();
-        if (threadIdx.x == 0) {
+        if (threadIdx.x == 0) {  // its fences order the whole block's accesses, which the barriers order with it
+            __threadfence();
             is_last = atomicAdd(p.tickets + where, 1) == num_splits - 1;
             if (is_last) p.tickets[where] = 0;
+            __threadfence();
         }
         __syncthreads();
         if (!is_last) return;
-        __threadfence();
-        merge_partials(parts, num_splits, count, sum, scratch);
+        merge_partials(parts, num_splits, count, sum, factors);
     }
     write_output(p, sum, first_row, first_query, queries, head, to);
 }
 
 // Grid (splits, KV heads * tiles of 16 queries, sequences). The tiles of the grid hold one row of each sequence; those of
 // further rows are done in turn, unsplit, since a tile of the grid has one ticket.
-KERNEL __launch_bounds__(32 * FEW_WARPS, 2)
+KERNEL __launch_bounds__(32 * FEW_WARPS, 1)
 attend_few(const Attention p, const Activations to) {
 #if HAS_HALF_MMA
     DYNAMIC_SHARED(memory);
@@ -330,9 +338,9 @@ attend_few(const Attention p, const Activations to) {
     grid_release_dependents();
     grid_wait();
     const int seq = blockIdx.z, num_tiles = gridDim.y / p.num_kv_heads;
-    if (seq >= *p.num_seqs) return;
-    const int first_row = p.row_starts[seq], queries = (p.row_starts[seq + 1] - first_row) * p.group;
-    if (queries > p.few_queries) return;
+    const int num_seqs = *p.num_seqs, first_row = p.row_starts[seq], end_row = p.row_starts[seq + 1];
+    const int queries = (end_row - first_row) * p.group;
+    if (seq >= num_seqs || queries > p.few_queries) return;
     int max_splits = p.num_splits;
     for (int tile = blockIdx.y / p.num_kv_heads; tile * 16 < queries; tile += num_tiles) {
         attend_few_tile(p, to, scratch, seq, first_row, tile * 16, queries, blockIdx.x, max_splits);

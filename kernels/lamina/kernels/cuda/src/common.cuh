@@ -19,6 +19,11 @@ DEVICE float warp_max(float value) {
 
 DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// A warp starts to bring consecutive memory into the L2 cache.
+DEVICE void prefetch(const u8* from, int num_bytes, int lane) {
+    for (int at = lane * 128; at < num_bytes; at += 32 * 128) prefetch_line(from + at);
+}
+
 // -- activations in the form a linear reads. `kind`: NONE, BYTES (few rows, int8) or HALVES (many rows, 16 bits, cuBLAS).
 //
 //    BYTES, a chunk of 64 columns of row n at codes + (chunk * slots + n) * 64: lane t = 0..3 of a fragment finds its

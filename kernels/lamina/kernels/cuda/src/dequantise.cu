@@ -34,14 +34,34 @@ DEVICE int row_at(int group, int local, int rows, int half) {
     return row < half ? row + (local / 8) * half : -1;
 }
 
-DEVICE void store_quad(void* out, size_t at, int target, const float (&x)[4]) {
+DEVICE uint2 narrowed(int target, const float (&x)[4]) {
+    return target == TO_BF16 ? make_uint2(pack_bf16s(x[0], x[1]), pack_bf16s(x[2], x[3]))
+                             : make_uint2(pack_halves(x[0], x[1]), pack_halves(x[2], x[3]));
+}
+
+// A block of 32 columns at `at`, of which lane t of four has columns 4 t .. (low) and 16 + 4 t .. (high). All lanes call.
+DEVICE void store_block(void* out, size_t at, int target, int t, const float (&low)[4], const float (&high)[4],
+                        bool wanted) {
     if (target == TO_F32) {
-        *reinterpret_cast<float4*>(static_cast<float*>(out) + at) = make_float4(x[0], x[1], x[2], x[3]);
-    } else {
-        const uint2 pair = target == TO_BF16 ? make_uint2(pack_bf16s(x[0], x[1]), pack_bf16s(x[2], x[3]))
-                                             : make_uint2(pack_halves(x[0], x[1]), pack_halves(x[2], x[3]));
-        *reinterpret_cast<uint2*>(static_cast<u16*>(out) + at) = pair;
+        float* to = static_cast<float*>(out) + at + 4 * t;
+        if (!wanted) return;
+        *reinterpret_cast<float4*>(to) = make_float4(low[0], low[1], low[2], low[3]);
+        *reinterpret_cast<float4*>(to + 16) = make_float4(high[0], high[1], high[2], high[3]);
+        return;
     }
+    // neighbours swap, so that each lane has eight columns in a row: t = 0, 2 of the low half, t = 1, 3 of the high half
+    const uint2 l = narrowed(target, low), h = narrowed(target, high), given = t % 2 ? l : h;
+    uint2 taken;
+    taken.x = __shfl_xor_sync(FULL_WARP, given.x, 1);
+    taken.y = __shfl_xor_sync(FULL_WARP, given.y, 1);
+    if (!wanted) return;
+    uint4 eight;
+    if (t % 2) {
+        eight.x = taken.x, eight.y = taken.y, eight.z = h.x, eight.w = h.y;
+    } else {
+        eight.x = l.x, eight.y = l.y, eight.z = taken.x, eight.w = taken.y;
+    }
+    *reinterpret_cast<uint4*>(static_cast<u16*>(out) + at + t % 2 * 16 + t / 2 * 8) = eight;
 }
 
 // Groups first_group .. of a part to out [rows, columns], row-major, rows in the part's natural order. One warp per unit.
@@ -66,14 +86,17 @@ dequantise(const u8* packed, void* out, int first_group, int num_groups, int row
         u32 a[8];
         unit.codes(chunk, a);
 #pragma unroll
-        for (int r = 0; r < 8; r++) {
-            const int column = column_of(index * FORMAT::CHUNKS, chunk, r, t);
+        for (int pair = 0; pair < 4; pair++) {  // registers r (low half) and r + 2 (high half) of one row and block
+            const int r = pair / 2 * 4 + pair % 2, block = (index * FORMAT::CHUNKS + chunk) * 2 + r / 4;
             const int row = row_at(group, g + 8 * (r % 2), slice_rows, slice_half);
-            if (row < 0 || column >= columns) continue;
-            float x[4];
+            float low[4], high[4];
 #pragma unroll
-            for (int j = 0; j < 4; j++) x[j] = value_of(unit, chunk, a[r], r, j);
-            store_quad(out, static_cast<size_t>(row) * columns + column, target, x);
+            for (int j = 0; j < 4; j++) {
+                low[j] = value_of(unit, chunk, a[r], r, j);
+                high[j] = value_of(unit, chunk, a[r + 2], r + 2, j);
+            }
+            store_block(out, static_cast<size_t>(row) * columns + block * 32, target, t, low, high,
+                        row >= 0 && block * 32 < columns);
         }
     }
 }

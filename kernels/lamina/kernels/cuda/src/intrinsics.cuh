@@ -90,6 +90,9 @@ DEVICE u32 stream_load2(const void* address) {
     return word;
 }
 
+// Starts to bring a line of 128 bytes into the L2 cache; costs no register and waits for nothing.
+DEVICE void prefetch_line(const void* address) { asm volatile("prefetch.global.L2 [%0];" :: "l"(address)); }
+
 // -- programmatic dependent launch: a kernel may start before its predecessor has ended. Until grid_wait() returns it
 //    may touch nothing but weights, and it must not write at all.
 
@@ -155,12 +158,14 @@ DEVICE void mma_bf16s(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #endif
 }
 
-// -- copies that do not pass through registers
+// -- copies of 16 bytes to shared memory that do not pass through registers, where the card has them
 
 DEVICE void copy_async(void* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                  :: "r"(static_cast<u32>(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
+#else
+    *static_cast<uint4*>(shared) = *static_cast<const uint4*>(global);
 #endif
 }
 
