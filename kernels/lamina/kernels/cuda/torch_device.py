@@ -193,6 +193,7 @@ class TorchDevice:
 
     def bind_to_thread(self) -> None:
         torch.cuda.set_device(self._index)
+        self._warm_up_cublas()  # torch keeps a cuBLAS handle per thread, and one cannot be made inside a capture
 
     def create_event(self) -> Any:
         return torch.cuda.Event()
