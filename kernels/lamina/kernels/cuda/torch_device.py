@@ -66,7 +66,6 @@ class TorchDevice:
         self._driver = Driver(load_driver(), self._stream.cuda_stream, dependent_launch=dependent_launch)
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._kernels: dict[Program, _Kernel] = {}
-        self._warm_up_cublas()
 
     def _warm_up_cublas(self) -> None:
         """Handle and workspace exist before anything is captured."""
