@@ -27,6 +27,7 @@ def test_an_answer_has_openais_shape(api: Api, model: ModelFile) -> None:
     (choice,) = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
     assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "stop", None)
+    assert choice["stop_reason"] is None  # the model's own end of text
     assert answer["usage"] == {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_tokens,

@@ -77,7 +77,6 @@ def test_requests_before_and_after_get_503_with_retry_after(api: Api, state: obj
     ("method", "path", "status"),
     [
         ("GET", "/v1/nothing", 404),
-        ("GET", "/", 404),
         ("GET", "/v1/chat/completions", 405),
         ("DELETE", "/v1/models", 405),
         ("GET", "/v1/models/other", 404),

@@ -37,6 +37,7 @@ class Choice:
         self.finished: Finished | None = None
         self.num_tokens = 0
         self._stop_ids = stop_ids
+        self._wanted_stop_ids = request.stop_ids
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopMatcher(request.stop_strings) if request.stop_strings else None
         self._parser = request.make_tool_parser() if request.make_tool_parser else None
@@ -51,7 +52,7 @@ class Choice:
         self.num_tokens += 1
         stop: str | int | None = None
         if finish is FinishReason.STOP and event.token in self._stop_ids:
-            stop, text = event.token, ""
+            stop, text = event.token if event.token in self._wanted_stop_ids else None, ""
         else:
             text = self._detokenizer.push((event.token,))
         if finish is not None:

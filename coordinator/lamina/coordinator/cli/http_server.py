@@ -22,6 +22,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 lifespan="off",
                 server_header=False,
