@@ -92,6 +92,7 @@ def test_a_lost_worker_is_marked_and_its_edges(page: LivePage, browser: Browser)
     assert "busy" not in cards(browser)[2]
     assert browser.run("document.querySelectorAll('.edge.lost').length") == 2
     browser.wait_for("document.getElementById('notice').textContent.includes('worker laptop at')")
+    browser.wait_for("!document.querySelector('.picture').textContent.includes('busy')")  # nobody is, now
 
 
 def test_loading_is_shown_per_worker(model: ModelFile, browser: Browser) -> None:
@@ -116,7 +117,7 @@ def check_loading(page: LivePage, browser: Browser) -> None:
         "document.getElementById('notice').textContent === 'Waiting for 2 worker(s) to join at 127.0.0.1:50050'"
     )
     set_state(page, Draining())
-    browser.wait_for("document.getElementById('notice').textContent.includes('shutting down')")
+    browser.wait_for("document.getElementById('notice').textContent.includes('shuts down')")
 
 
 def test_it_looks_every_second_while_it_is_seen(page: LivePage, browser: Browser) -> None:

@@ -7,9 +7,10 @@
 export function clusterCards(cluster) {
   const workers = new Map(cluster.workers.map((worker) => [worker.name, worker]));
   const loading = cluster.state.status === "loading" ? cluster.state.stages : [];
+  const isRunning = ["ok", "draining"].includes(cluster.state.status);
   const cards = loading.length
     ? loading.map((stage) => loadingCard(stage, workers.get(stage.worker)))
-    : cluster.stages.map((stage) => stageCard(stage, workers.get(stage.worker)));
+    : cluster.stages.map((stage) => stageCard(stage, workers.get(stage.worker), isRunning));
   const numStages = cards.length;
   const used = new Set(cards.map((card) => card.worker));
   for (const worker of cluster.workers) if (!used.has(worker.name)) cards.push(idleCard(worker));
@@ -27,17 +28,20 @@ function edgesOf(cluster, cards, numStages, isLoading) {
   return edges;
 }
 
-function stageCard(stage, worker) {
+/** How busy a stage was says nothing once its pipeline has ended. */
+function stageCard(stage, worker, isRunning) {
   const device = worker?.devices[Number(stage.device.split("/").at(-1))];
   return {
     ...common(worker, stage.worker, device),
     stage: stage.stage,
     layers: layersText(stage.first_layer, stage.num_layers),
     memory: memoryParts(stage, device),
-    busyRatio: stage.busy_ratio,
-    stepsPerS: stage.steps_per_s,
-    numSequences: stage.num_sequences,
+    busy: isRunning && worker?.up ? busyOf(stage) : null,
   };
+}
+
+function busyOf(stage) {
+  return { ratio: stage.busy_ratio, stepsPerS: stage.steps_per_s, numSequences: stage.num_sequences };
 }
 
 function loadingCard(stage, worker) {
@@ -53,8 +57,8 @@ function loadingCard(stage, worker) {
 
 function idleCard(worker) {
   const device = worker.devices[0];
-  const nothing = { weight_bytes: 0, cache_bytes: 0, arena_bytes: 0 };
-  return { ...common(worker, worker.name, device), stage: null, layers: "no layers", memory: memoryParts(nothing, device) };
+  const memory = memoryParts({ weight_bytes: 0, cache_bytes: 0, arena_bytes: 0 }, device);
+  return { ...common(worker, worker.name, device), stage: null, layers: "no layers", memory };
 }
 
 function common(worker, name, device) {

@@ -54,10 +54,10 @@ function figuresOf(cluster) {
 /** [text, whether something is wrong]; "" when all is well. */
 function noticeOf(state) {
   if (state.status === "ok") return ["", false];
-  if (state.status === "draining") return ["The server is shutting down: it finishes what runs and takes nothing new.", false];
+  if (state.status === "draining") return ["The server shuts down; it finishes what runs, nothing new.", false];
   if (state.status === "unavailable") return [`The model is not available: ${state.reason}`, true];
   if (state.waiting_for) return [`Waiting for ${state.waiting_for}`, false];
-  return ["The workers read their weights.", false];
+  return [state.stages.length ? "The workers read their weights." : "The split is being made.", false];
 }
 
 function setNotice(text, isBad) {

@@ -80,9 +80,9 @@ function quote(lines, at, depth) {
 
 /** Items of one kind; what is indented below an item belongs to it. */
 function list(lines, at, depth) {
-  const first = ITEM.exec(lines[at]);
-  const isOrdered = /\d/.test(first[2]);
-  const block = { type: "list", tag: isOrdered ? "ol" : "ul", start: isOrdered ? parseInt(first[2], 10) : 1, items: [] };
+  const number = parseInt(ITEM.exec(lines[at])[2], 10);
+  const isOrdered = !Number.isNaN(number);
+  const block = { type: "list", tag: isOrdered ? "ol" : "ul", start: isOrdered ? number : 1, items: [] };
   while (at < lines.length) {
     const item = ITEM.exec(lines[at]);
     if (!item || /\d/.test(item[2]) !== isOrdered || RULE.test(lines[at])) break;

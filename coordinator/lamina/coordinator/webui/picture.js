@@ -17,7 +17,7 @@ export function drawPicture({ cards, edges }, width) {
   const places = layOut(cards.length, edges.length > 0, width);
   const numRows = places.length ? places.at(-1).row + 1 : 0;
   const height = 2 * PAD + numRows * HEIGHT + Math.max(0, numRows - 1) * GAP_Y + (edges.length ? GAP_Y : 0);
-  const svg = make("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": describe(cards, edges) });
+  const svg = make("svg", { width, height, role: "img", "aria-label": describe(cards, edges) });
   svg.append(arrowHead());
   edges.forEach((edge) => svg.append(edgeGroup(edge, places, numRows)));
   cards.forEach((card, i) => svg.append(cardGroup(card, places[i])));
@@ -47,7 +47,8 @@ function edgeGroup(edge, places, numRows) {
   group.append(make("path", { d: path, "marker-end": "url(#arrow)" }));
   const text = [edge.isFeedback ? "tokens" : "", timeText(edge.rttS)].filter(Boolean).join(" · ");
   if (text) group.append(make("text", { x: label.x, y: label.y, "text-anchor": "middle" }, text));
-  group.append(make("title", {}, edge.isFeedback ? "sampled tokens, back to the first stage" : "activations, to the next stage"));
+  const what = edge.isFeedback ? "sampled tokens, back to the first stage" : "activations, to the next stage";
+  group.append(make("title", {}, what));
   return group;
 }
 
@@ -68,7 +69,8 @@ function backward(from, to, places, numRows) {
   const start = from.x + WIDTH / 2;
   if (numRows === 1) {
     const end = to.x + WIDTH / 2;
-    return { path: `M${start} ${from.y + HEIGHT}V${below}H${end}V${to.y + HEIGHT + 4}`, label: { x: (start + end) / 2, y: below + 18 } };
+    const path = `M${start} ${from.y + HEIGHT}V${below}H${end}V${to.y + HEIGHT + 4}`;
+    return { path, label: { x: (start + end) / 2, y: below + 18 } };
   }
   const left = Math.min(...places.map((place) => place.x)) - MARGIN / 2;
   const path = `M${start} ${from.y + HEIGHT}V${below}H${left}V${to.y + HEIGHT / 2}H${to.x - 4}`;
@@ -76,7 +78,8 @@ function backward(from, to, places, numRows) {
 }
 
 function arrowHead() {
-  const marker = make("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 6, refY: 4, markerWidth: 10, markerHeight: 10, markerUnits: "userSpaceOnUse", orient: "auto" });
+  const size = { markerWidth: 10, markerHeight: 10, markerUnits: "userSpaceOnUse" };
+  const marker = make("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 6, refY: 4, orient: "auto", ...size });
   marker.append(make("path", { d: "M0 0L8 4L0 8z", class: "arrow-head" }));
   const definitions = make("defs");
   definitions.append(marker);
@@ -100,7 +103,7 @@ function cardGroup(card, place) {
   );
   if (card.load) group.append(...loadBar(card.load));
   if (card.memory) group.append(...memoryBar(card.memory));
-  if (card.busyRatio !== undefined && card.isUp) group.append(busyBar(card));
+  if (card.busy) group.append(busyBar(card.busy));
   if (!card.isUp) group.append(text(BAR_X, 184, "", "does not answer; figures are the last"));
   return group;
 }
@@ -118,28 +121,29 @@ function memoryBar(parts) {
   const sum = parts.reduce((total, part) => total + part.bytes, 0) || 1;
   const legend = parts.flatMap(({ use, bytes }, i) => {
     const [x, y] = [BAR_X + (i % 2) * 130, 116 + 18 * Math.floor(i / 2)];
-    return [make("rect", { class: `key ${use}`, x, y: y - 9, width: 10, height: 10, rx: 2 }), text(x + 15, y, "", `${use} ${sizeText(bytes)}`)];
+    const key = make("rect", { class: `key ${use}`, x, y: y - 9, width: 10, height: 10, rx: 2 });
+    return [key, text(x + 15, y, "", `${use} ${sizeText(bytes)}`)];
   });
   return [...bar(84, 14, parts.map(({ use, bytes }) => ({ use, share: bytes / sum }))), ...legend];
 }
 
-function busyBar({ busyRatio, stepsPerS, numSequences }) {
-  const busy = Math.round(100 * busyRatio);
+function busyBar({ ratio, stepsPerS, numSequences }) {
+  const busy = Math.round(100 * ratio);
   const group = make("g");
   group.append(
     make("title", {}, `busy ${busy} %, bubble ${100 - busy} %, ${numSequences} sequences`),
     text(BAR_X, 184, "", `busy ${busy} % · bubble ${100 - busy} %`),
     text(WIDTH - BAR_X, 184, "", `${stepsPerS.toFixed(1)} steps/s`, "end"),
-    ...bar(192, 10, [{ use: "busy", share: busyRatio }]),
+    ...bar(192, 10, [{ use: "busy", share: ratio }]),
   );
   return group;
 }
 
-/** A bar of shares of the whole; what is there at all is at least two pixels wide. */
+/** A bar of shares of the whole; what is there at all is wide enough to be seen. */
 function bar(y, height, parts) {
   const shapes = [make("rect", { class: "track", x: BAR_X, y, width: BAR_WIDTH, height, rx: 3 })];
   const shown = parts.filter(({ use, share }) => share > 0 && use !== "free");
-  const widths = shown.map(({ share }) => Math.max(2, share * BAR_WIDTH));
+  const widths = shown.map(({ share }) => Math.max(4, share * BAR_WIDTH));
   const excess = Math.max(0, widths.reduce((total, width) => total + width, 0) - BAR_WIDTH);
   widths[widths.indexOf(Math.max(...widths))] -= excess;
   let x = BAR_X;
@@ -155,7 +159,7 @@ function describe(cards, edges) {
   const stages = cards.map((card) => {
     const where = card.stage === null ? "without a stage" : `stage ${card.stage}, ${card.layers}`;
     const load = card.load ? `, ${sizeText(card.load.doneBytes)} of ${sizeText(card.load.totalBytes)} read` : "";
-    const busy = card.busyRatio === undefined ? "" : `, busy ${Math.round(100 * card.busyRatio)} %`;
+    const busy = card.busy ? `, busy ${Math.round(100 * card.busy.ratio)} %` : "";
     return `worker ${card.worker}, ${where}${card.isUp ? load + busy : ", lost"}`;
   });
   const trips = edges.filter((edge) => edge.rttS !== null).map((edge) => timeText(edge.rttS));
