@@ -214,15 +214,13 @@ def _multiply_gated_slices(planner: Planner, x: Buffer, weight: Weight, out: Buf
         raise TypeError("only packed parts are interleaved")
     planner.prepare(x, rows, planner.form_for(rows.capacity))
     bias = stored.bias_address(part.first)
-    slices = list(_decoded_slices(planner, stored, part))
-    for start, count, decoded in slices:
+    for start, count, decoded in _decoded_slices(planner, stored, part):
         half = count // 2
         product = planner.workspace.region("product", 4 * rows.capacity * count)
         left = _left_operand(planner, x, rows, decoded.dtype)
         planner.sink(ProductCall(left, decoded, Matrix(product, 0, rows.capacity, count, count, DType.F32), False))
-        whole = len(slices) == 1
         planner.wrote(out)
-        target = planner.offer(out, rows, halves_only=True) if whole else NO_TARGET
+        target = planner.offer(out, rows, halves_only=True) if count == part.rows else NO_TARGET
         if bias:  # the two halves of the bias stand further apart than those of the product
             for h in range(2):
                 at = product.address + 4 * half * h
@@ -276,7 +274,7 @@ def _row_range(matrix: Matrix, first: int, num_rows: int) -> Matrix:
 
 
 def _decoded_slices(planner: Planner, stored: CudaWeight, part: Part) -> Iterator[tuple[int, int, Matrix]]:
-    """(first row, rows, matrix) of slices of a part as cuBLAS takes them.
+    """(first row, rows, matrix) of slices of a part as cuBLAS takes them, all in the same scratch: use one, then go on.
 
     Of an interleaved part, `first row` counts within each half and the matrix holds the rows of both, one after the
     other.

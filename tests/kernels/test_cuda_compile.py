@@ -1,0 +1,70 @@
+"""Every CUDA source compiles for the oldest and the newest kind of card that the installed toolkit knows.
+
+With LAMINA_TEST_ALL_GPUS set, for every generation in between as well, which takes minutes.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lamina.kernels.cuda.formats import PACKED_FORMATS
+from lamina.kernels.cuda.programs import SIGNATURES, Program, program, source_text
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 120) if os.environ.get("LAMINA_TEST_ALL_GPUS") else (75, 90)
+LINEAR = {"FORMAT": "Q4_K", "FORMAT_B": "Q6_K", "MAX_WARPS": 8, "MIN_BLOCKS": 2}
+
+PROGRAMS = (
+    program("linear_row.cu", "linear", **LINEAR),
+    program("linear_rows.cu", "linear", COLUMN_TILES=2, **LINEAR),
+    program("linear_dp4a.cu", "linear", COLUMNS=2, **LINEAR),
+    program("dequantise.cu", "dequantise", FORMAT="Q5_K"),
+    program("dense.cu", "linear", ELEMENT=2, COLUMNS=4),
+    program("rows.cu", "finish"),
+    program("attention.cu", "attend_few", KV_TYPE=1, KEY_DIM=64, VALUE_DIM=64),
+    program("attention_plain.cu", "attend_plain"),
+)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("entry", PROGRAMS, ids=lambda entry: entry.file)
+def test_compiles_for_old_and_new_cards(entry: Program, tmp_path: Path) -> None:
+    """C-02: one source for all; no include is needed that a run-time compiler might not find."""
+    source = tmp_path / "kernel.cu"
+    source.write_text(source_text(entry.file), "utf-8")
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
+    options = ["-std=c++17", "-fatbin", "--threads=2", "-Werror=all-warnings", "-diag-suppress=177"]
+    command = ["nvcc", *options, *targets, *entry.options, "-o", str(tmp_path / "kernel.fatbin"), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert (tmp_path / "kernel.fatbin").stat().st_size > 0
+
+
+@pytest.mark.parametrize("file", sorted({file for file, _ in SIGNATURES}))
+def test_every_entry_point_has_a_signature(file: str) -> None:
+    """A kernel is launched with as many arguments as it takes, of which none may be missing from the table."""
+    pattern = r"^KERNEL\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^)]*)\)"
+    declared = re.findall(pattern, source_text(file), re.M)
+    assert {name for name, _ in declared} == {name for f, name in SIGNATURES if f == file}
+    for name, parameters in declared:
+        assert len(parameters.split(",")) == len(SIGNATURES[file, name]), name
+
+
+def test_units_are_as_large_as_the_sources_say() -> None:
+    """The sizes of the packed formats stand in two languages: they must agree."""
+    text = source_text("dequantise.cu")
+    for fmt in PACKED_FORMATS.values():
+        struct = re.search(rf"struct {fmt.name}\b[^{{]*\{{", text)
+        assert struct is not None
+        base = re.search(r": (\w+)<(\d+)>", struct[0])
+        if base is None:
+            size = re.search(r"UNIT_BYTES = (\d+)", text[struct.end() :])
+            assert size is not None
+            assert int(size[1]) == fmt.unit_bytes
+        else:
+            scales = re.search(rf"struct {base[1]} \{{.*?UNIT_BYTES = CODE_BYTES \+ (\d+)", text, re.S)
+            assert scales is not None
+            assert int(base[2]) + int(scales[1]) == fmt.unit_bytes

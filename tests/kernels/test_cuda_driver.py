@@ -1,0 +1,123 @@
+"""Capture through the driver, with a library that fails where it is told to: nothing stays open, nothing is lost."""
+
+import ctypes
+from typing import Any
+
+import pytest
+
+from lamina.kernels.backend import GraphError
+from lamina.kernels.cuda.driver import CudaError, Driver
+
+TEMPLATE, EXECUTABLE = 0x1000, 0x2000
+
+
+class FakeLibrary:
+    """Counts what is open and alive; calls named in `failing` return an error status."""
+
+    def __init__(self, *failing: str) -> None:
+        self.failing = failing
+        self.capturing = False
+        self.templates = self.executables = 0
+        self.launches: list[Any] = []
+
+    def _status(self, name: str) -> int:
+        return 700 if name in self.failing else 0
+
+    def cuStreamBeginCapture_v2(self, stream: Any, mode: int) -> int:  # noqa: N802
+        assert mode == 1, "thread_local: other threads may allocate during a capture"
+        status = self._status("begin")
+        self.capturing = status == 0
+        return status
+
+    def cuStreamEndCapture(self, stream: Any, graph: Any) -> int:  # noqa: N802
+        assert self.capturing
+        self.capturing = False
+        if status := self._status("end"):
+            return status
+        graph._obj.value = TEMPLATE
+        self.templates += 1
+        return 0
+
+    def cuGraphInstantiateWithFlags(self, executable: Any, graph: Any, flags: Any) -> int:  # noqa: N802
+        assert graph.value == TEMPLATE
+        if status := self._status("instantiate"):
+            return status
+        executable._obj.value = EXECUTABLE
+        self.executables += 1
+        return 0
+
+    def cuGraphDestroy(self, graph: Any) -> int:  # noqa: N802
+        self.templates -= 1
+        return 0
+
+    def cuGraphExecDestroy(self, executable: Any) -> int:  # noqa: N802
+        assert executable.value == EXECUTABLE
+        self.executables -= 1
+        return 0
+
+    def cuGraphLaunch(self, executable: Any, stream: Any) -> int:  # noqa: N802
+        self.launches.append(executable.value)
+        return self._status("graph launch")
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, arguments: Any, extra: Any) -> int:  # noqa: N802
+        self.launches.append((tuple(config._obj.grid), config._obj.block[0], config._obj.num_attributes))
+        return self._status("launch")
+
+    def cuGetErrorName(self, status: Any, name: Any) -> int:  # noqa: N802
+        name._obj.value = b"CUDA_ERROR_INJECTED"
+        return 0
+
+
+def _driver(library: FakeLibrary, *, dependent_launch: bool = False) -> Driver:
+    return Driver(library, 0x55, dependent_launch=dependent_launch)
+
+
+def _launch(driver: Driver) -> None:
+    driver.launch(0x77, (3, 2, 1), 64, 0, (ctypes.c_void_p * 1)())
+
+
+def test_a_graph_lives_until_it_is_destroyed() -> None:
+    """B-09: the template is freed at once, the executable by destroy, and a second destroy does nothing."""
+    library = FakeLibrary()
+    driver = _driver(library)
+    graph = driver.capture(lambda: _launch(driver))
+    assert (library.capturing, library.templates, library.executables) == (False, 0, 1)
+    graph.launch()
+    assert library.launches[-1] == EXECUTABLE
+    graph.destroy()
+    graph.destroy()
+    assert library.executables == 0
+    with pytest.raises(GraphError, match="destroyed"):
+        graph.launch()
+
+
+@pytest.mark.parametrize("failing", ["begin", "launch", "end", "instantiate"])
+def test_a_failure_at_any_step_leaves_nothing_behind(failing: str) -> None:
+    """B-09: no capture stays open, no template or executable is lost, and the error names the cause."""
+    library = FakeLibrary(failing)
+    driver = _driver(library)
+    with pytest.raises((GraphError, CudaError), match="CUDA_ERROR_INJECTED"):
+        driver.capture(lambda: _launch(driver))
+    assert (library.capturing, library.templates, library.executables) == (False, 0, 0)
+    library.failing = ()
+    driver.capture(lambda: _launch(driver)).destroy()
+
+
+def test_an_exception_inside_passes_through() -> None:
+    """B-09: whatever the recorded code raises ends the capture first."""
+    library = FakeLibrary()
+
+    def fail() -> None:
+        raise RuntimeError("injected")
+
+    with pytest.raises(RuntimeError, match="injected"):
+        _driver(library).capture(fail)
+    assert (library.capturing, library.templates, library.executables) == (False, 0, 0)
+
+
+@pytest.mark.parametrize("dependent_launch", [False, True])
+def test_launches_carry_grid_block_and_attribute(dependent_launch: bool) -> None:
+    """Programmatic dependent launch is an attribute of every launch, where the card has it."""
+    library = FakeLibrary()
+    _launch(_driver(library, dependent_launch=dependent_launch))
+    assert library.launches == [((3, 2, 1), 64, int(dependent_launch))]
