@@ -4,6 +4,7 @@ A contestant answers `decode`, `prefill` and `streams` with tokens per second. O
 server processes, and ports. Standard library only: the peer's environment has nothing else.
 """
 
+import ctypes
 import json
 import os
 import queue
@@ -23,6 +24,8 @@ REPO = HERE.parent
 STREAM_PROMPT_TOKENS = 16
 _LISTENING = re.compile(r"listening on (\S+)")
 _START_S = 60.0
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
 _SOURCE_ROOTS = ("proto", "coordinator", "rpc_worker", "kernels")
 
 Handler = Callable[..., object]
@@ -55,7 +58,7 @@ class Contestant:
         self._log = Tail()
         self._process = subprocess.Popen(
             list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=dict(env or child_environment()), start_new_session=True,
+            env=dict(env or child_environment()), start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read_answers, daemon=True).start()
@@ -183,7 +186,7 @@ class Worker:
         self._log = Tail()
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=child_environment(),
-            start_new_session=True,
+            start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
         self._log.follow(self.process.stdout)
         try:
@@ -194,6 +197,12 @@ class Worker:
 
     def close(self) -> None:
         stop_process(self.process)
+
+
+def die_with_parent() -> None:
+    """A benchmark that is killed leaves nothing behind; on Linux, where there is a way."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def child_environment(**more: str) -> dict[str, str]:

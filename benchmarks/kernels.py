@@ -10,7 +10,7 @@ from contextlib import closing
 
 from ceilings import NoCompiler, measure_ceilings
 from contest import HERE, Contestant, ContestantFailed
-from report import Report, argument_parser, figure, take_turns
+from report import Report, argument_parser, figure, stop_on_sigterm, take_turns
 
 TYPES = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_0", "Q5_K", "Q6_K")
 SET_BYTES = 850 * 10**6
@@ -93,6 +93,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--threads", type=int, action="append", help="thread counts; 1 and 2 by default")
     args = parser.parse_args()
+    stop_on_sigterm()
     report = Report("kernels", args)
     num_rounds = args.rounds or (3 if args.quick else 7)
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from contest import Contestant, ContestantFailed, Worker, start_inprocess, start_ours
 from peer import start_peer
-from report import Figure, Report, argument_parser, figure, take_turns
+from report import Figure, Report, argument_parser, figure, stop_on_sigterm, take_turns
 from shapes import model_path
 
 MODELS = ("smollm2", "llama1b", "qwen05b")
@@ -107,6 +107,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--model", action="append", choices=MODELS, help="only this model; repeatable")
     args = parser.parse_args()
+    stop_on_sigterm()
     report = Report("local", args)
     num_rounds = args.rounds or (3 if args.quick else 5)
     try:

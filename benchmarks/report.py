@@ -11,6 +11,7 @@ import fnmatch
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -178,6 +179,11 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="figures to measure, like rpc.*")
     parser.add_argument("--rounds", type=int, default=0, help="rounds per figure instead of the default")
     return parser
+
+
+def stop_on_sigterm() -> None:
+    """Leave by exception, so that what was started is stopped on the way out."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def commit() -> str:

@@ -15,6 +15,7 @@ from contest import (
     ContestantFailed,
     Worker,
     child_environment,
+    die_with_parent,
     free_port,
     start_ours,
     stop_process,
@@ -23,7 +24,7 @@ from contest import (
 from local import MODELS, Case
 from network import NoNetwork, TwoHosts
 from peer import server_command, start_peer
-from report import Report, argument_parser
+from report import Report, argument_parser, stop_on_sigterm
 from shapes import model_path
 
 _PAIRS = (("rpc", False), ("rpc.1gbit", True))
@@ -52,7 +53,11 @@ def rpc_servers(endpoints: Sequence[str], prefixes: Sequence[Sequence[str]]) -> 
         for endpoint, prefix in zip(endpoints, prefixes, strict=True):
             command = [*prefix, *server_command(endpoint, 1)]
             quiet = subprocess.DEVNULL
-            servers.append(subprocess.Popen(command, text=True, env=child_environment(), stdout=quiet, stderr=quiet))
+            servers.append(
+                subprocess.Popen(
+                    command, text=True, env=child_environment(), stdout=quiet, stderr=quiet, preexec_fn=die_with_parent
+                )
+            )
         yield
     finally:
         for server in servers:
@@ -120,6 +125,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--model", action="append", choices=MODELS, help="only this model; repeatable")
     args = parser.parse_args()
+    stop_on_sigterm()
     report = Report("rpc", args)
     num_rounds = args.rounds or (3 if args.quick else 5)
     try:

@@ -17,8 +17,8 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from contest import HERE, Contestant, ContestantFailed, Tail, Worker, child_environment, stop_process
-from report import Figure, Report, argument_parser, figure, take_turns
+from contest import HERE, Contestant, ContestantFailed, Tail, Worker, child_environment, die_with_parent, stop_process
+from report import Figure, Report, argument_parser, figure, stop_on_sigterm, take_turns
 from shapes import MODELS, SMOLLM2, Shape, model_path, write_shape
 
 STREAMS = (1, 4, 8, 16)
@@ -61,7 +61,7 @@ def serving(
             command += ["--split", split]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=child_environment(),
-            start_new_session=True,
+            start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
         stack.callback(stop_process, process)
         log = Tail()
@@ -195,6 +195,7 @@ def measure_loop(report: Report, num_rounds: int) -> None:
 def main() -> None:
     """All of it."""
     args = argument_parser(__doc__).parse_args()
+    stop_on_sigterm()
     report = Report("serving", args)
     report.facts["load_generator"] = "benchmarks/load.py"
     num_rounds = args.rounds or (3 if args.quick else 5)
