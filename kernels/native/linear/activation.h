@@ -1,7 +1,7 @@
 // Where quantised activations stand in scratch. Rows of x are the columns of a matrix product; up to a tile's worth of
-// them form a column group. A group is a sequence of superblocks of 256 values; a superblock is `num_cols` times the
-// byte counts below, plane after plane, so that entry (i, c) of a plane of 4-byte entries stands at
-// num_cols * plane + (i * num_cols + c) * 4. Codes are stored as [64 groups][num_cols][4].
+// them form a column group. Scratch is [superblock of 256 values][column group]; one such entry takes `num_cols` (of the
+// group) times the byte counts below, plane after plane: entry (i, c) of a plane of 4-byte entries stands at
+// num_cols * plane + (i * num_cols + c) * 4. Codes are stored as [64][num_cols][4].
 #pragma once
 #include "formats.h"
 

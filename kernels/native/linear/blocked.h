@@ -17,6 +17,8 @@ struct BlockedArgs {
   const uint8_t* weights;
   int64_t tile_stride;
   int weight_lines;
+  const float* out;  // in the last step, where the sums will go: its lines are fetched as well; else null
+  int64_t ldo;
 };
 
 constexpr int kFetchRounds = 8;
@@ -26,6 +28,14 @@ LAMINA_INLINE void fetch_ahead(const BlockedArgs& a, int round) {
   for (int i = round * a.weight_lines; i < (round + 1) * a.weight_lines; ++i) {
     LAMINA_UNROLL
     for (int t = 0; t < kTiles; ++t) prefetch_l2(a.weights + t * a.tile_stride + i * kLine);
+  }
+}
+
+template <int kTiles, int kNumCols>
+LAMINA_INLINE void fetch_outputs(const BlockedArgs& a) {
+  if (a.out == nullptr) return;
+  for (int c = 0; c < kNumCols; ++c) {
+    for (int t = 0; t < kTiles; ++t) prefetch_write(a.out + c * a.ldo + t * kTileRows);
   }
 }
 
@@ -205,6 +215,7 @@ static void blocked_dense(const Strip<kTiles>& strip, const BlockedArgs& a) {
 template <int kType, int kTiles, int kNumCols>
 LAMINA_INLINE void blocked_tile(const Strip<kTiles>& strip, const BlockedArgs& a) {
   constexpr Format f = format_of(kType);
+  fetch_outputs<kTiles, kNumCols>(a);
   if constexpr (f.kind == Kind::kBlock32) {
     constexpr bool has_init = block_init_plane(f) != 0;
     blocked_block32<f.has_min, has_init, codes_of(f), kTiles, kNumCols>(strip, a);

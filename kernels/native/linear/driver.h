@@ -161,9 +161,11 @@ static void run_blocked(const LinearArgs& a, const TileRun& run, const Activatio
     const int count = left < kPanelTiles ? left : kPanelTiles;
     const PackedPart* pair[2] = {run.part, run.up};
     PanelArgs panel{};
-    for (int i = 0; i < (run.up == nullptr ? 1 : 2); ++i) {
+    const int num_panels = run.up == nullptr ? 1 : 2;
+    const float* out = out_tile(a, run, tile, first_row).out;
+    for (int i = 0; i < num_panels; ++i) {
       const int64_t bytes = tile_bytes(*pair[i]);
-      panel = {pair[i]->data + tile * bytes, bytes, count, &acts, sums[i]};
+      panel = {pair[i]->data + tile * bytes, bytes, count, &acts, sums[i], i + 1 == num_panels ? out : nullptr, a.ldo};
       kTable.of_type[pair[i]->type].panel(panel);
     }
     for (int g = 0; g < acts.num_groups; ++g) {

@@ -24,16 +24,17 @@ struct GroupActivations {
   int64_t stride_bytes;
 };
 
+// In scratch the groups of one superblock are neighbours: the kernels read them one after another.
 LAMINA_INLINE GroupActivations group_activations(const Activations& acts, Kind kind, ColGroup group) {
-  const int64_t before = group.first_col * num_supers(acts.cols);
+  const int64_t first = group.first_col;
   switch (kind) {
     case Kind::kBlock32:
-      return {acts.block32 + before * block32::kBytes, group.num_cols * block32::kBytes};
+      return {acts.block32 + first * block32::kBytes, static_cast<int64_t>(acts.num_cols) * block32::kBytes};
     case Kind::kSuper:
     case Kind::kFold:
-      return {acts.super + before * super256::kBytes, group.num_cols * super256::kBytes};
+      return {acts.super + first * super256::kBytes, static_cast<int64_t>(acts.num_cols) * super256::kBytes};
     default:
-      return {reinterpret_cast<const uint8_t*>(acts.x + group.first_col * acts.ldx), kDenseChunk * 4};
+      return {reinterpret_cast<const uint8_t*>(acts.x + first * acts.ldx), kDenseChunk * 4};
   }
 }
 
@@ -43,6 +44,8 @@ struct PanelArgs {
   int num_tiles;
   const Activations* acts;
   float* sums;  // [group][strip][column][tile of the strip][16]
+  const float* out;  // where the panel's results will go, or null
+  int64_t ldo;
 };
 
 // Where the sums of a strip begin in a panel's buffer.
@@ -100,6 +103,7 @@ LAMINA_INLINE void multiply_strip(const PanelArgs& a, int first_tile, int step, 
                                   const uint8_t* next, const uint8_t* storage) {
   constexpr Kind kind = format_of(kType).kind;
   const Activations& acts = *a.acts;
+  const bool is_last_step = (step + 1) * Step<kType>::kCols >= acts.cols;
   const ColGroup group = col_group(acts.num_cols, acts.num_groups, index);
   const GroupActivations act = group_activations(acts, kind, group);
   const int64_t weight_share = Step<kType>::kBytes * static_cast<int64_t>(index) / acts.num_groups / kLine * kLine;
@@ -113,6 +117,8 @@ LAMINA_INLINE void multiply_strip(const PanelArgs& a, int first_tile, int step, 
       next + first_tile * a.tile_bytes + weight_share,
       a.tile_bytes,
       lines_per_round(Step<kType>::kBytes, acts.num_groups),
+      is_last_step && a.out != nullptr ? a.out + group.first_col * a.ldo + first_tile * kTileRows : nullptr,
+      a.ldo,
   };
   const auto& strip = *reinterpret_cast<const Strip<kTiles>*>(storage);
   if (group.num_cols == kGroupCols) return blocked_tile<kType, kTiles, kGroupCols>(strip, args);

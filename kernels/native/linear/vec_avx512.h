@@ -175,5 +175,6 @@ LAMINA_INLINE void store_i8(int8_t* p, I32x16 v) {
 
 LAMINA_INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 LAMINA_INLINE void prefetch_l2(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+LAMINA_INLINE void prefetch_write(const void* p) { __builtin_prefetch(p, 1); }
 
 }  // namespace lamina::LAMINA_LINEAR_NS

@@ -241,5 +241,6 @@ LAMINA_INLINE void store_i8(int8_t* p, I32x16 v) {
 
 LAMINA_INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
 LAMINA_INLINE void prefetch_l2(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
+LAMINA_INLINE void prefetch_write(const void* p) { __builtin_prefetch(p, 1); }
 
 }  // namespace lamina::LAMINA_LINEAR_NS

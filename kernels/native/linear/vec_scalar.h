@@ -190,5 +190,6 @@ LAMINA_INLINE void store_i8(int8_t* p, const I32x16& v) {
 
 LAMINA_INLINE void prefetch(const uint8_t*) {}
 LAMINA_INLINE void prefetch_l2(const uint8_t*) {}
+LAMINA_INLINE void prefetch_write(const void*) {}
 
 }  // namespace lamina::LAMINA_LINEAR_NS
