@@ -126,6 +126,24 @@ def test_a_stop_string_ends_the_text_before_it(api: Api, stop: object, text: str
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == text
 
 
+def test_the_start_of_a_stop_string_at_the_end_is_shown(api: Api) -> None:
+    for options in ({}, {"stream": True}):
+        response = api.chat(temperature=0, stop="end. Really", **options)
+        if options:
+            parts = [event["choices"][0]["delta"].get("content", "") for event in events_of(response)]
+        else:
+            parts = [response.json()["choices"][0]["message"]["content"]]
+        assert "".join(parts) == TEXT
+
+
+def test_half_a_character_at_the_end_is_shown_as_such(model: ModelFile) -> None:
+    ids = model.tokenizer.encode("☕", add_special=False, parse_special=False)
+    assert len(ids) > 1
+    with Api(model, text_script(model, "☕")) as api:
+        answer = api.chat(temperature=0, max_tokens=len(ids) - 1).json()
+        assert answer["choices"][0]["message"]["content"] == "\ufffd"
+
+
 def test_a_stop_string_frees_the_sequence(api: Api) -> None:
     """B-36: what a stop string ends is cancelled, its blocks come free, the last stage forgets it."""
     api.chat(temperature=0, stop="blue")

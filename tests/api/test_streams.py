@@ -112,20 +112,22 @@ def test_a_client_that_goes_while_waiting_leaves_the_queue(model: ModelFile) -> 
 
 
 def test_a_full_queue_is_a_429_with_retry_after(model: ModelFile) -> None:
-    config = replace(CONFIG, max_seqs=1, max_logit_rows=1, max_waiting=2)
+    config = replace(CONFIG, max_seqs=1, max_logit_rows=1, max_waiting=4)
     with Api(model, text_script(model, "x " * 100), config=config) as api:
 
         async def scenario() -> tuple[int, dict[bytes, bytes], str]:
             api.pipeline.going.clear()
             clients = [Client(api, max_tokens=5, stream=True) for _ in range(3)]
             await until(lambda: api.engine.scheduler.num_waiting == 2)
-            refused = Client(api, max_tokens=5, stream=True)
-            await refused.task
-            # of a request for several choices none stays behind
+            # of a request for several choices, of which only some fit, none stays behind
             many = Client(api, max_tokens=5, n=3)
             await many.task
             assert api.engine.scheduler.num_waiting == 2
             assert many.sent[0]["status"] == 429
+            clients += [Client(api, max_tokens=5, stream=True) for _ in range(2)]
+            await until(lambda: api.engine.scheduler.num_waiting == 4)
+            refused = Client(api, max_tokens=5, stream=True)
+            await refused.task
             api.pipeline.going.set()
             for client in clients:
                 await client.task

@@ -84,7 +84,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of one choice. reason: stop, length or tool_calls; `stop` is the request's stop string or id, if one was met."""
+    """The end of one choice. reason: stop, length or tool_calls; `stop` is the request's own stop that was met."""
 
     choice: int
     reason: str
