@@ -24,7 +24,8 @@ PROGRAMS = (
     program("dequantise.cu", "dequantise", FORMAT="Q5_K"),
     program("dense.cu", "linear", ELEMENT=2, COLUMNS=4),
     program("rows.cu", "finish"),
-    program("attention.cu", "attend_few", KV_TYPE=1, KEY_DIM=64, VALUE_DIM=64),
+    program("attention_few.cu", "attend_few", KV_TYPE=1, KEY_DIM=64, VALUE_DIM=64),
+    program("attention_many.cu", "attend_many", KV_TYPE=2, KEY_DIM=64, VALUE_DIM=64),
     program("attention_plain.cu", "attend_plain"),
 )
 

@@ -14,7 +14,7 @@ from lamina.kernels.cuda.programs import program
 from lamina.kernels.cuda.workspace import MAX_SPLITS, max_attention_parts
 
 TILE_QUERIES = 16
-MANY_WARPS, STAGE_PAGES, STAGES = 8, 2, 2  # as in attention.cu
+MANY_WARPS, STAGE_PAGES, STAGES = 8, 2, 2  # as in attention_many.cu
 PLAIN_WARPS = 4
 _ALL = 1 << 30
 
@@ -116,7 +116,7 @@ def _plan_few(
         tickets = planner.workspace.region(
             "tickets", 4 * max_attention_parts(planner.device.num_multiprocessors)
         ).address
-    entry = program("attention.cu", "attend_few", **_defines(args.cache))
+    entry = program("attention_few.cu", "attend_few", **_defines(args.cache))
     problem = _problem(planner, args, splits, most_queries, partial, tickets)
     # the kernel reads the limits of every sequence of the grid before it knows how many there are
     grid = (splits, tiles, min(planner.shape.num_seqs, args.row_starts.shape[0] - 1))
@@ -128,7 +128,7 @@ def _plan_many(planner: Planner, args: AttentionArgs, rows: Rows, few_queries: i
     cache = args.cache
     tiles = ceil_div(rows.capacity * args.group, TILE_QUERIES * MANY_WARPS) + planner.shape.num_seqs - 1
     shared_bytes = STAGES * STAGE_PAGES * 2 * 16 * (cache.key_dim + cache.value_dim)
-    entry = program("attention.cu", "attend_many", **_defines(cache))
+    entry = program("attention_many.cu", "attend_many", **_defines(cache))
     problem = _problem(planner, args, 1, few_queries, 0, 0)
     grid = (tiles, cache.num_kv_heads, 1)
     planner.call(entry, grid, 32 * MANY_WARPS, *problem, *target, shared_bytes=shared_bytes)

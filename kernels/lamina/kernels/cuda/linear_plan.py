@@ -24,7 +24,7 @@ from lamina.kernels.cuda.programs import program
 from lamina.kernels.cuda.weights import CudaWeight, DensePart, PackedPart, Part
 from lamina.spec.quant import GgmlType
 
-ACCUMULATE, GATED, GELU = 1, 2, 4  # Flags of linear.cu and rows.cu
+ACCUMULATE, GATED, GELU = 1, 2, 4  # Flags of linear.cuh and rows.cu
 DENSE_ROWS = 8
 _ELEMENTS = {GgmlType.F32: 0, GgmlType.F16: 1, GgmlType.BF16: 2}  # ELEMENT of dense.cu
 _DENSE_DTYPES = {GgmlType.F32: DType.F32, GgmlType.F16: DType.F16, GgmlType.BF16: DType.BF16}

@@ -12,7 +12,7 @@ from lamina.kernels.buffer import StepLimits
 from lamina.kernels.cuda.device import Device, Memory, Span
 
 MAX_BYTE_ROWS = 64  # rows up to which linears work on int8 activations (tensor cores), see planner
-MAX_SPLITS = 32  # MAX_PARTS of attention.cu
+MAX_SPLITS = 32  # MAX_PARTS of attention_few.cu
 _NUM_CONSTANTS = 1024
 _LARGEST_PARTIAL_BYTES = (16 * 256 + 32) * 4  # a partial result of attention at the largest head
 

@@ -1,7 +1,8 @@
 // What the attention kernels share: the problem, which rows a tile holds, and scores under the model's rules.
 #include "kv.cuh"
 
-// Rows of a sequence and the query heads of one KV head together form the "queries" m = row * group + head of a KV head.
+// Rows of a sequence and the query heads of one KV head together form the "queries" m = row * group + head of a KV
+// head.
 struct Attention {
     const float* q;
     const void* k;

@@ -24,7 +24,7 @@ DEVICE void prefetch(const u8* from, int num_bytes, int lane) {
     for (int at = lane * 128; at < num_bytes; at += 32 * 128) prefetch_line(from + at);
 }
 
-// -- activations in the form a linear reads. `kind`: NONE, BYTES (few rows, int8) or HALVES (many rows, 16 bits, cuBLAS).
+// -- activations in the form a linear reads. `kind`: NONE, BYTES (few rows, int8) or HALVES (many rows, for cuBLAS).
 //
 //    BYTES, a chunk of 64 columns of row n at codes + (chunk * slots + n) * 64: lane t = 0..3 of a fragment finds its
 //    16 codes in one load: [t][block 0, 1][half 0, 1][4 consecutive columns], column = 32 block + 16 half + 4 t + j.
@@ -42,8 +42,8 @@ struct Activations {
     int kind;
 };
 
-// All lanes of a warp call this, each with four consecutive columns 4 * quad .. 4 * quad + 3 of row n, consecutive lanes
-// with consecutive quads, the first lane's quad a multiple of 8. Columns beyond the row must be passed as zeros.
+// All lanes of a warp call this, each with four consecutive columns 4 * quad .. 4 * quad + 3 of row n, consecutive
+// lanes with consecutive quads, the first lane's quad a multiple of 8. Columns beyond the row must be passed as zeros.
 DEVICE void hand_over(const Activations& to, int n, int quad, float x0, float x1, float x2, float x3) {
     const int column = 4 * quad;
     if (to.kind == BYTES) {

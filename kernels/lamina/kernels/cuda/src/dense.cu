@@ -83,8 +83,8 @@ convert(const Stored* weight, int weight_stride, void* out, int first_row, int c
 
 // As `embed` of dequantise.cu. Grid (blocks, rows).
 KERNEL __launch_bounds__(256)
-embed(const Stored* table, int table_stride, const int* tokens, const int* num_rows, float* out, int out_stride, int first,
-      int rows, int num_tokens, int columns, float scale) {
+embed(const Stored* table, int table_stride, const int* tokens, const int* num_rows, float* out, int out_stride,
+      int first, int rows, int num_tokens, int columns, float scale) {
     grid_release_dependents();
     grid_wait();
     const int n = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -92,6 +92,7 @@ embed(const Stored* table, int table_stride, const int* tokens, const int* num_r
     const int token = tokens[n];
     const bool known = token >= 0 && token < num_tokens;
     if (known ? token < first || token >= first + rows : first != 0) return;
-    out[static_cast<size_t>(n) * out_stride + i] =
-        known ? scale * widen(table[static_cast<size_t>(token - first) * table_stride + i]) : __uint_as_float(0x7fc00000u);
+    float value = __uint_as_float(0x7fc00000u);
+    if (known) value = widen(table[static_cast<size_t>(token - first) * table_stride + i]);
+    out[static_cast<size_t>(n) * out_stride + i] = scale * value;
 }

@@ -39,7 +39,8 @@ DEVICE uint2 narrowed(int target, const float (&x)[4]) {
                              : make_uint2(pack_halves(x[0], x[1]), pack_halves(x[2], x[3]));
 }
 
-// A block of 32 columns at `at`, of which lane t of four has columns 4 t .. (low) and 16 + 4 t .. (high). All lanes call.
+// A block of 32 columns at `at`, of which lane t of four has columns 4 t .. (low) and 16 + 4 t .. (high). All lanes
+// call.
 DEVICE void store_block(void* out, size_t at, int target, int t, const float (&low)[4], const float (&high)[4],
                         bool wanted) {
     if (target == TO_F32) {
@@ -49,7 +50,8 @@ DEVICE void store_block(void* out, size_t at, int target, int t, const float (&l
         *reinterpret_cast<float4*>(to + 16) = make_float4(high[0], high[1], high[2], high[3]);
         return;
     }
-    // neighbours swap, so that each lane has eight columns in a row: t = 0, 2 of the low half, t = 1, 3 of the high half
+    // neighbours swap, so that each lane has eight columns in a row: t = 0, 2 of the low half, t = 1, 3 of the high
+    // half
     const uint2 l = narrowed(target, low), h = narrowed(target, high), given = t % 2 ? l : h;
     uint2 taken;
     taken.x = __shfl_xor_sync(FULL_WARP, given.x, 1);
@@ -64,8 +66,8 @@ DEVICE void store_block(void* out, size_t at, int target, int t, const float (&l
     *reinterpret_cast<uint4*>(static_cast<u16*>(out) + at + t % 2 * 16 + t / 2 * 8) = eight;
 }
 
-// Groups first_group .. of a part to out [rows, columns], row-major, rows in the part's natural order. One warp per unit.
-// Rows of an interleaved part are numbered within the slice: [slice rows of part 0][slice rows of part 1].
+// Groups first_group .. of a part to out [rows, columns], row-major, rows in the part's natural order. One warp per
+// unit. Rows of an interleaved part are numbered within the slice: [slice rows of part 0][slice rows of part 1].
 KERNEL __launch_bounds__(256)
 dequantise(const u8* packed, void* out, int first_group, int num_groups, int rows, int half, int chunks, int columns,
            int target) {
@@ -101,11 +103,12 @@ dequantise(const u8* packed, void* out, int first_group, int num_groups, int row
     }
 }
 
-// out[n] = scale * row tokens[n], if that row is one of this part's: first .. first + rows - 1 of the table's num_tokens.
-// A token outside the table gives NaN. Grid (units, rows), one warp a block: the lanes that hold the row store it.
+// out[n] = scale * row tokens[n], if that row is one of this part's: first .. first + rows - 1 of the table's
+// num_tokens. A token outside the table gives NaN. Grid (units, rows), one warp a block: the lanes that hold the row
+// store it.
 KERNEL __launch_bounds__(32)
-embed(const u8* packed, const int* tokens, const int* num_rows, float* out, int out_stride, int first, int rows, int half,
-      int num_tokens, int chunks, int columns, float scale) {
+embed(const u8* packed, const int* tokens, const int* num_rows, float* out, int out_stride, int first, int rows,
+      int half, int num_tokens, int chunks, int columns, float scale) {
     grid_release_dependents();
     grid_wait();
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, n = blockIdx.y;

@@ -1,69 +1,22 @@
 // How packed weights lie in memory, and how a warp turns them into int8 fragments (the Python twin is repack.py).
 //
 // A unit is 16 rows x CHUNKS * 64 columns, stored as contiguous planes: codes, then scales. Units of a group of 16 rows
-// follow each other along the columns. Of a chunk of 64 columns, lane 4 g + t holds rows g and g + 8, and per block of 32
-// the columns 4 t .. 4 t + 3 and 16 + 4 t ..: four registers of four int8, in the order of an m16n8k32 A fragment:
+// follow each other along the columns. Of a chunk of 64 columns, lane 4 g + t holds rows g and g + 8, and per block of
+// 32 the columns 4 t .. 4 t + 3 and 16 + 4 t ..: four registers of four int8, in the order of an m16n8k32 A fragment:
 //     a[4 block + i],  i = 0: row g, low half   1: row g + 8, low half   2: row g, high half   3: row g + 8, high half
-// A nibble plane keeps i = 0 | 2 << 4 in word 2 block and i = 1 | 3 << 4 in word 2 block + 1; a plane of single bits keeps
-// the bit of register r at bit r of each byte; a plane of bit pairs has word `block`, register i at bits 2 i of each byte.
+// A nibble plane keeps i = 0 | 2 << 4 in word 2 block and i = 1 | 3 << 4 in word 2 block + 1; a plane of single bits
+// keeps the bit of register r at bit r of each byte; a plane of bit pairs has word `block`, register i at bits 2 i of
+// each byte.
 //
-// Symmetric types are stored as two's complement and unpacked to the top bits of each byte, so sign extension is free; the
-// power of two this multiplies by stands in unit_scale.
+// Symmetric types are stored as two's complement and unpacked to the top bits of each byte, so sign extension is free;
+// the power of two this multiplies by stands in unit_scale.
 //
 // A format offers: load() the lane's share of a unit; codes() of a chunk; scale(block or half-block, h) and, with MINS,
 // minimum(block, h) for row g + 8 h; unit_scale(h) and unit_minimum(h). A value is
 //     unit_scale * scale * code + unit_minimum * minimum.
 // `Own` is what linear_row.cu loads instead of all scales: whole scales and minima of blocks 2t and 2t + 1 only, or the
 // integer scales of half-blocks 2t, 2t + 1, 8 + 2t and 9 + 2t.
-#include "common.cuh"
-
-DEVICE int byte_of(const u32* words, int index) { return (words[index / 4] >> (8 * (index % 4))) & 255; }
-
-DEVICE int signed_byte_of(const u32* words, int index) {
-    return static_cast<int>(words[index / 4] << (24 - 8 * (index % 4))) >> 24;
-}
-
-// Bits MASK of `word` shifted left by `shift` (right if negative).
-DEVICE u32 moved(u32 word, int shift, u32 mask) { return (shift >= 0 ? word << shift : word >> -shift) & mask; }
-
-// Nibbles of all eight registers, placed at bit `at` of each byte.
-DEVICE void nibble_codes(const u32 (&plane)[4], int at, u32 (&a)[8]) {
-    const u32 mask = 0x0f0f0f0fu << at;
-#pragma unroll
-    for (int word = 0; word < 4; word++) {
-        const int first = (word / 2) * 4 + word % 2;
-        a[first] = moved(plane[word], at, mask);
-        a[first + 2] = moved(plane[word], at - 4, mask);
-    }
-}
-
-DEVICE void add_bits(u32 plane, int at, u32 (&a)[8]) {
-#pragma unroll
-    for (int r = 0; r < 8; r++) a[r] |= moved(plane, at - r, 0x01010101u << at);
-}
-
-DEVICE void add_pairs(const u32* plane, int at, u32 (&a)[8]) {
-#pragma unroll
-    for (int r = 0; r < 8; r++) a[r] |= moved(plane[r / 4], at - 2 * (r % 4), 0x03030303u << at);
-}
-
-// Nibbles as indices into 16 int8.
-DEVICE void table_codes(const u32 (&plane)[4], u32 t0, u32 t1, u32 t2, u32 t3, u32 (&a)[8]) {
-#pragma unroll
-    for (int word = 0; word < 4; word++) {
-        const u32 q = plane[word];
-        const u32 choice = 0x32103210u | ((q & 0x88888888u) >> 1);
-        u32 looked_up[2];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const u32 index = (q >> (16 * half)) & 0x7777u;
-            looked_up[half] = __byte_perm(__byte_perm(t0, t1, index), __byte_perm(t2, t3, index), choice >> (16 * half));
-        }
-        const int first = (word / 2) * 4 + word % 2;
-        a[first] = __byte_perm(looked_up[0], looked_up[1], 0x6420);
-        a[first + 2] = __byte_perm(looked_up[0], looked_up[1], 0x7531);
-    }
-}
+#include "planes.cuh"
 
 // -- blocks of 32 with one fp16 scale: a unit is one chunk
 

@@ -1,8 +1,9 @@
-// Layout of a KV page: 16 tokens of one KV head, in the order in which tensor-core fragments want it (see attention.cu).
+// Layout of a KV page: 16 tokens of one KV head, in the order in which tensor-core fragments want it (see tile.cuh).
 //
-// A K page is [key_dim / 32][2][lane 4 g + t][8]: the B fragments of S = Q K^T. Tile j = 0, 1 has token 4 (g / 2) + 2 j + g % 2
-// in column g; lane t holds dimensions 32 c + 8 t .. + 7. A V page is [value_dim / 16][lane 4 g + t][2][4]: the B fragments
-// of P V; lane (g, t) holds tokens 4 t .. 4 t + 3 of dimensions 16 c + g and 16 c + 8 + g. The same order serves f32 pages.
+// A K page is [key_dim / 32][2][lane 4 g + t][8]: the B fragments of S = Q K^T. Tile j = 0, 1 has token 4 (g / 2) + 2 j
+// + g % 2 in column g; lane t holds dimensions 32 c + 8 t .. + 7. A V page is [value_dim / 16][lane 4 g + t][2][4]: the
+// B fragments of P V; lane (g, t) holds tokens 4 t .. 4 t + 3 of dimensions 16 c + g and 16 c + 8 + g. The same order
+// serves f32 pages.
 #include "common.cuh"
 
 constexpr int PAGE_TOKENS = 16;

@@ -1,8 +1,8 @@
 // What the linear kernels on packed weights share: the problem, how their warps divide it, and its end.
 //
-// A block computes a group of 16 weight rows: its warps share out the columns and add up through shared memory. A file that
-// includes this defines WIDTH (activation rows of a block) and, per format, `lane_sums`: what a warp adds to the group's
-// sums. FORMAT_B, if defined, is the type of a second part, served by the blocks that follow the first part's.
+// A block computes a group of 16 weight rows: its warps share out the columns and add up through shared memory. A file
+// that includes this defines WIDTH (activation rows of a block) and, per format, `lane_sums`: what a warp adds to the
+// group's sums. FORMAT_B, if defined, is the type of a second part, served by the blocks that follow the first part's.
 #include "formats.cuh"
 
 #ifndef FORMAT_B
@@ -14,8 +14,8 @@
 
 enum Flags { ACCUMULATE = 1, GATED = 2, GELU = 4 };
 
-// Rows first .. first + rows - 1 of the stacked weight. half > 0: two interleaved parts of `half` rows each, a group holds
-// 8 rows of the first and the same 8 of the second.
+// Rows first .. first + rows - 1 of the stacked weight. half > 0: two interleaved parts of `half` rows each, a group
+// holds 8 rows of the first and the same 8 of the second.
 struct Part {
     const u8* packed;
     const float* bias;
@@ -38,7 +38,8 @@ DEVICE int row_at(const Part& part, int group, int local) {
 }
 
 template <int WIDTH>
-DEVICE void write_group(const Part& part, const Problem& p, int group, const float (*partial)[16][WIDTH + 1], int warps) {
+DEVICE void write_group(const Part& part, const Problem& p, int group, const float (*partial)[16][WIDTH + 1],
+                        int warps) {
     const int num_rows = min(*p.num_rows, WIDTH);
     const int per_row = p.flags & GATED ? 8 : 16;
     for (int i = threadIdx.x; i < per_row * num_rows; i += blockDim.x) {

@@ -23,7 +23,8 @@ DEVICE void add_block(const F& unit, const u32* a, int block, u32 x0, u32 x1, fl
             if constexpr (F::MINS) to.low[h] += unit.minimum(block, h) * s;
         } else {
             const int second = dot4(a[2 + h], x1, 0);
-            to.sum[h] += static_cast<float>(first * unit.scale(2 * block, h) + second * unit.scale(2 * block + 1, h)) * d;
+            const int both = first * unit.scale(2 * block, h) + second * unit.scale(2 * block + 1, h);
+            to.sum[h] += static_cast<float>(both) * d;
             if constexpr (F::MINS) {
                 const int dot = dot4(unit.half_minimum(2 * block, h) * 0x01010101u, x0, 0);
                 to.low[h] += static_cast<float>(dot4(unit.half_minimum(2 * block + 1, h) * 0x01010101u, x1, dot)) * d;

@@ -1,9 +1,9 @@
 // Packed linears for one activation row on int8 tensor cores, with the eight columns of a fragment for eight blocks.
 //
-// A warp takes 256 columns at a time: 8 blocks of 32. Column n of B is the activations of block n, so the product of the
-// weights of block b with B has the wanted dot product in column b, which lane t = b / 2 of each quad keeps: every lane
-// then scales the two blocks 2t and 2t + 1 for its two rows, and nothing is done twice. Formats with a scale per 16 values
-// do this with two sets of eight half-blocks.
+// A warp takes 256 columns at a time: 8 blocks of 32. Column n of B is the activations of block n, so the product of
+// the weights of block b with B has the wanted dot product in column b, which lane t = b / 2 of each quad keeps: every
+// lane then scales the two blocks 2t and 2t + 1 for its two rows, and nothing is done twice. Formats with a scale per
+// 16 values do this with two sets of eight half-blocks.
 #include "linear.cuh"
 
 constexpr int WIDTH = 1, SPAN_CHUNKS = 4;

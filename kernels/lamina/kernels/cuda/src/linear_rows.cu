@@ -30,8 +30,8 @@ struct BlockScales {
 
 // Adds one block for the tile's 8 activation rows; d and s are those of columns 2t and 2t + 1.
 template <class F>
-DEVICE void add_block(const BlockScales<F>& scales, const u32* a, u32 x0, u32 x1, const float (&d)[2], const float (&s)[2],
-                      float* total) {
+DEVICE void add_block(const BlockScales<F>& scales, const u32* a, u32 x0, u32 x1, const float (&d)[2],
+                      const float (&s)[2], float* total) {
     if constexpr (F::SCALE_VALUES == 32) {
         const u32 fragment[4] = {a[0], a[1], a[2], a[3]};
         int dot[4] = {0, 0, 0, 0};

@@ -104,8 +104,8 @@ rms_norm(const float* x, int x_stride, const float* weight, float* out, int out_
 
 // One warp a group of columns (a norm per head). Grid (blocks of 8 groups, rows).
 KERNEL __launch_bounds__(256)
-rms_norm_groups(const float* x, int x_stride, const float* weight, float* out, int out_stride, int columns, int group_size,
-                float eps, const int* num_rows) {
+rms_norm_groups(const float* x, int x_stride, const float* weight, float* out, int out_stride, int columns,
+                int group_size, float eps, const int* num_rows) {
     grid_release_dependents();
     grid_wait();
     const int n = blockIdx.y, lane = threadIdx.x % 32, group = blockIdx.x * 8 + threadIdx.x / 32;
@@ -139,8 +139,8 @@ struct Cache {
 
 // Pair `pair` of a head's elements turns by its angle if it is one of the first num_pairs, else it passes. A key goes
 // into the cache as well.
-DEVICE void rotate_pair(const Heads& heads, const Rotation& rotation, const Cache& cache, int n, int head_dim, int index,
-                        int slot) {
+DEVICE void rotate_pair(const Heads& heads, const Rotation& rotation, const Cache& cache, int n, int head_dim,
+                        int index, int slot) {
     const int pairs = (head_dim + 1) / 2, head = index / pairs, pair = index % pairs;
     const bool turns = pair < rotation.num_pairs, neox = turns && rotation.neox;
     const int first = neox ? pair : 2 * pair, second = neox ? pair + rotation.num_pairs : 2 * pair + 1;
@@ -188,7 +188,8 @@ rope_and_store(const Heads q, const Heads k, const Heads v, const Rotation rotat
     const int head = i / cache.value_dim, d = i % cache.value_dim;
     const size_t page =
         (static_cast<size_t>(slot / PAGE_TOKENS) * cache.num_heads + head) * cache.value_dim * PAGE_TOKENS;
-    kv_store(cache.v, cache.type, page + value_index(slot % PAGE_TOKENS, d), v.x[static_cast<size_t>(n) * v.stride + i]);
+    const float value = v.x[static_cast<size_t>(n) * v.stride + i];
+    kv_store(cache.v, cache.type, page + value_index(slot % PAGE_TOKENS, d), value);
 }
 
 enum Flags { ACCUMULATE = 1, GATED = 2, GELU = 4 };
@@ -208,8 +209,10 @@ finish(const float* product, int product_stride, const float* bias, float* out, 
         const int column = 4 * quad + j;
         if (column >= columns) break;
         if (bias) *values[j] += bias[column];
-        if (flags & GATED)
-            *values[j] = activate(*values[j], flags & GELU) * (from[half + column] + (bias ? bias[half + column] : 0.f));
+        if (flags & GATED) {
+            const float up = from[half + column] + (bias ? bias[half + column] : 0.f);
+            *values[j] = activate(*values[j], flags & GELU) * up;
+        }
     }
     float* row = out + static_cast<size_t>(n) * out_stride;
     if (flags & ACCUMULATE) {

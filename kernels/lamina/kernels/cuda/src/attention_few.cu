@@ -1,0 +1,226 @@
+// Paged attention for sequences of at most few_queries queries per KV head (decode), see tile.cuh.
+//
+// The keys are split over blocks and over the warps of a block; the last block of a sequence and head merges them.
+#include "tile.cuh"
+
+constexpr int FEW_WARPS = VALUE_DIM <= 128 ? 8 : 4, MAX_PARTS = 32;
+// Below this many pages a warp the keys stay with one block: merging through memory costs several pages' time.
+constexpr int UNSPLIT_PAGES = 3;
+
+// Unnormalised outputs of 16 queries over some of the keys, with the largest score and the sum of weights.
+struct Partial {
+    float o[16][VALUE_DIM];
+    float highest[16], total[16];
+};
+
+// Fragments of a page: in registers ahead of their use, or, of large heads, in memory until then.
+constexpr bool HELD = KEY_DIM + VALUE_DIM <= 256;
+
+template <int COUNT>
+struct Page {
+    const u8* memory;
+    uint4 held[HELD ? COUNT : 1];
+
+    DEVICE void load(const void* pages, int block, int num_heads, int head, int lane) {
+        memory = page_at(pages, block, num_heads, head, COUNT * 512) + lane * 16;
+        if constexpr (HELD) {
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) held[i] = *reinterpret_cast<const uint4*>(memory + i * 512);
+        }
+    }
+    DEVICE uint4 fragment(int i) const {
+        if constexpr (HELD) return held[i];
+        return *reinterpret_cast<const uint4*>(memory + i * 512);
+    }
+};
+
+DEVICE void store_tile(const Tile& tile, Partial& to, int lane, int queries) {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int m = g + 8 * h;
+        if (m >= queries) continue;
+        if (t == 0) {
+            to.highest[m] = tile.highest[h];
+            to.total[m] = tile.total[h];
+        }
+#pragma unroll
+        for (int i = 0; i < VALUE_TILES; i++)
+            *reinterpret_cast<float2*>(&to.o[m][8 * i + 2 * t]) = make_float2(tile.o[i][2 * h], tile.o[i][2 * h + 1]);
+    }
+}
+
+DEVICE void add_scaled(float4& to, const float4& x, float factor) {
+    to.x += x.x * factor;
+    to.y += x.y * factor;
+    to.z += x.z * factor;
+    to.w += x.w * factor;
+}
+
+DEVICE const float4& quad_of(const Partial& part, int at) { return reinterpret_cast<const float4*>(part.o)[at]; }
+
+// How much each of up to 32 partials counts in their sum, [part][query]; the sum's highest and total. A warp a query.
+DEVICE void weigh_partials(const Partial* parts, int count, int queries, float (*factors)[16], Partial& sum) {
+    const int lane = threadIdx.x % 32;
+    for (int m = threadIdx.x / 32; m < queries; m += FEW_WARPS) {
+        const bool real = lane < count;
+        const float highest = real ? parts[lane].highest[m] : NEGATIVE_INFINITY;
+        const float total = real ? parts[lane].total[m] : 0.f, overall = warp_max(highest);
+        const float factor = merge_factor(highest, overall), all = warp_sum(total * factor);
+        factors[lane][m] = factor;
+        if (lane == 0) {
+            sum.highest[m] = overall;
+            sum.total[m] = all;
+        }
+    }
+}
+
+// Adds up `count` partials in memory into `sum`, which is shared; loads go out in batches, as memory is far away.
+DEVICE void merge_partials(const Partial* parts, int count, int queries, Partial& sum, float (*factors)[16]) {
+    constexpr int QUADS = VALUE_DIM / 4, BATCH = 16;
+    weigh_partials(parts, count, queries, factors, sum);
+    __syncthreads();
+    for (int at = threadIdx.x; at < queries * QUADS; at += blockDim.x) {
+        float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int first = 0; first < count; first += BATCH) {
+            float4 batch[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++)
+                batch[i] = first + i < count ? quad_of(parts[first + i], at) : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) add_scaled(value, batch[i], factors[first + i][at / QUADS]);
+        }
+        reinterpret_cast<float4*>(sum.o)[at] = value;
+    }
+    __syncthreads();
+}
+
+// Adds up the tiles of the block's warps, scratch[0 .. FEW_WARPS - 1] in shared memory, into `to` (shared or global).
+DEVICE void merge_warps(const Partial* scratch, int queries, Partial& to, float (*factors)[16]) {
+    constexpr int QUADS = VALUE_DIM / 4;
+    weigh_partials(scratch, FEW_WARPS, queries, factors, to);
+    __syncthreads();
+    for (int at = threadIdx.x; at < queries * QUADS; at += blockDim.x) {
+        const int m = at / QUADS;
+        float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+        for (int w = 0; w < FEW_WARPS; w++) add_scaled(value, quad_of(scratch[w], at), factors[w][m]);
+        reinterpret_cast<float4*>(to.o)[at] = value;
+    }
+}
+
+// Divides by the softmax's denominator and stores; hands over to the output projection as well.
+DEVICE void write_output(const Attention& p, const Partial& sum, int first_row, int first_query, int queries, int head,
+                         const Activations& to) {
+    constexpr int QUADS = VALUE_DIM / 4;
+    const int count = min(16, queries - first_query);
+    for (int at = threadIdx.x; at < ceil_div(count * QUADS, 32) * 32; at += blockDim.x) {
+        const int local = at / QUADS, quad = at % QUADS, m = first_query + local;
+        // whole warps take part in hand_over: eight lanes at least share a query
+        const bool real = local < count;
+        const int row = first_row + (real ? m / p.group : 0), query_head = head * p.group + (real ? m % p.group : 0);
+        float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (real) {
+            float highest = sum.highest[local], total = sum.total[local], factor;
+            if (p.sinks) {
+                const float sink = p.sinks[query_head] * LOG2_E, overall = fmaxf(highest, sink);
+                factor = merge_factor(highest, overall);
+                factor /= total * factor + fast_exp2(sink - overall);
+            } else {
+                factor = total > 0.f ? 1.f / total : 0.f;
+            }
+            add_scaled(x, quad_of(sum, at), factor);
+            float* out = p.out + static_cast<size_t>(row) * p.out_stride + query_head * VALUE_DIM + 4 * quad;
+            out[0] = x.x;
+            out[1] = x.y;
+            out[2] = x.z;
+            out[3] = x.w;
+        }
+        Activations target = to;
+        if (!real) target.columns = 0;
+        hand_over(target, row, query_head * QUADS + quad, x.x, x.y, x.z, x.w);
+    }
+}
+
+// Sixteen queries from first_query on; the block's share of their keys is `split` of at most max_splits.
+DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* scratch, int seq, int first_row,
+                            int first_query, int queries, int split, int max_splits) {
+    __shared__ int is_last;
+    __shared__ float factors[MAX_PARTS][16];
+    const int head = blockIdx.y % p.num_kv_heads, count = min(16, queries - first_query);
+    const int first_page = first_visible(p, p.positions[first_row + first_query / p.group]) / PAGE_TOKENS;
+    const int last_row = first_row + (first_query + count - 1) / p.group;
+    const int num_pages = p.positions[last_row] / PAGE_TOKENS + 1 - first_page;
+    const bool is_short = num_pages <= UNSPLIT_PAGES * FEW_WARPS;
+    const int num_splits = is_short ? 1 : max(1, min(max_splits, num_pages / FEW_WARPS));
+    if (split >= num_splits) return;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int per_split = ceil_div(num_pages, num_splits), begin = first_page + split * per_split;
+    const int end = min(begin + per_split, first_page + num_pages);
+    const int* table = p.block_table + static_cast<size_t>(seq) * p.table_stride;
+    Tile tile;
+    Page<2 * KEY_CHUNKS> keys;
+    int page = begin + warp;
+    int block = page < end ? table[page] : 0;
+    if (page < end) keys.load(p.k, block, p.num_kv_heads, head, lane);
+    tile.load(p, first_row, first_query, queries, head, lane);
+    for (; page < end; page += FEW_WARPS) {
+        Page<VALUE_TILES / 2> values;
+        values.load(p.v, block, p.num_kv_heads, head, lane);
+        float s[2][4], candidate[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
+        tile.score([&](int c, int j) { return keys.fragment(2 * c + j); }, s);
+        if (page + FEW_WARPS < end) {  // under way while this page is worked on
+            block = table[page + FEW_WARPS];
+            keys.load(p.k, block, p.num_kv_heads, head, lane);
+        }
+        tile.apply_rules(p, page * PAGE_TOKENS, lane, s);
+        Tile::largest(s, candidate);
+        tile.raise(candidate);
+        tile.accumulate([&](int c) { return values.fragment(c); }, s);
+    }
+    tile.sum_totals();
+    store_tile(tile, scratch[warp], lane, count);
+    __syncthreads();
+    Partial& sum = scratch[FEW_WARPS];
+    if (num_splits == 1) {
+        merge_warps(scratch, count, sum, factors);
+        __syncthreads();
+    } else {
+        const int where = seq * gridDim.y + blockIdx.y;
+        Partial* parts = reinterpret_cast<Partial*>(p.partial) + static_cast<size_t>(where) * p.num_splits;
+        merge_warps(scratch, count, parts[split], factors);
+        __syncthreads();
+        if (threadIdx.x == 0) {  // its fences order the whole block's accesses, which the barriers order with it
+            __threadfence();
+            is_last = atomicAdd(p.tickets + where, 1) == num_splits - 1;
+            if (is_last) p.tickets[where] = 0;
+            __threadfence();
+        }
+        __syncthreads();
+        if (!is_last) return;
+        merge_partials(parts, num_splits, count, sum, factors);
+    }
+    write_output(p, sum, first_row, first_query, queries, head, to);
+}
+
+// Grid (splits, KV heads * tiles of 16 queries, sequences). The tiles of the grid hold one row of each sequence; those
+// of further rows are done in turn, unsplit, since a tile of the grid has one ticket.
+KERNEL __launch_bounds__(32 * FEW_WARPS, 1)
+attend_few(const Attention p, const Activations to) {
+#if HAS_HALF_MMA
+    DYNAMIC_SHARED(memory);
+    Partial* scratch = reinterpret_cast<Partial*>(memory);  // one a warp, and their sum
+    grid_release_dependents();
+    grid_wait();
+    const int seq = blockIdx.z, num_tiles = gridDim.y / p.num_kv_heads;
+    const int num_seqs = *p.num_seqs, first_row = p.row_starts[seq], end_row = p.row_starts[seq + 1];
+    const int queries = (end_row - first_row) * p.group;
+    if (seq >= num_seqs || queries > p.few_queries) return;
+    int max_splits = p.num_splits;
+    for (int tile = blockIdx.y / p.num_kv_heads; tile * 16 < queries; tile += num_tiles) {
+        attend_few_tile(p, to, scratch, seq, first_row, tile * 16, queries, blockIdx.x, max_splits);
+        max_splits = 1;
+        __syncthreads();
+    }
+#endif
+}

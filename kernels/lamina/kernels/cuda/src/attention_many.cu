@@ -1,0 +1,122 @@
+// Paged attention for sequences of more than few_queries queries per KV head (prefill), see tile.cuh.
+//
+// The warps of a block hold different queries of one sequence and KV head and share the pages in shared memory.
+#include "tile.cuh"
+
+constexpr int MANY_WARPS = 8, STAGE_PAGES = 2;
+constexpr int STAGE_BYTES = STAGE_PAGES * (KEY_PAGE_BYTES + VALUE_PAGE_BYTES);
+
+// Pages first .. first + STAGE_PAGES - 1 (those before `end`) into shared memory.
+DEVICE void fetch_stage(const Attention& p, u8* stage, const int* table, int first, int end, int head) {
+#pragma unroll
+    for (int i = 0; i < STAGE_PAGES; i++) {
+        if (first + i >= end) break;
+        const int block = table[first + i];
+        const u8* keys = page_at(p.k, block, p.num_kv_heads, head, KEY_PAGE_BYTES);
+        const u8* values = page_at(p.v, block, p.num_kv_heads, head, VALUE_PAGE_BYTES);
+        u8* to = stage + i * (KEY_PAGE_BYTES + VALUE_PAGE_BYTES);
+        for (int at = threadIdx.x * 16; at < KEY_PAGE_BYTES; at += blockDim.x * 16) copy_async(to + at, keys + at);
+        for (int at = threadIdx.x * 16; at < VALUE_PAGE_BYTES; at += blockDim.x * 16)
+            copy_async(to + KEY_PAGE_BYTES + at, values + at);
+    }
+}
+
+DEVICE void add_stage(const Attention& p, Tile& tile, const u8* stage, int first_page, int num_pages, int lane) {
+    float s[STAGE_PAGES][2][4], candidate[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
+    const u8* mine = stage + lane * 16;
+#pragma unroll
+    for (int i = 0; i < STAGE_PAGES; i++) {
+        if (i >= num_pages) break;
+        const u8* keys = mine + i * (KEY_PAGE_BYTES + VALUE_PAGE_BYTES);
+        tile.score([&](int c, int j) { return *reinterpret_cast<const uint4*>(keys + (c * 2 + j) * 512); }, s[i]);
+        tile.apply_rules(p, (first_page + i) * PAGE_TOKENS, lane, s[i]);
+        Tile::largest(s[i], candidate);
+    }
+    tile.raise(candidate);
+#pragma unroll
+    for (int i = 0; i < STAGE_PAGES; i++) {
+        if (i >= num_pages) break;
+        const u8* values = mine + i * (KEY_PAGE_BYTES + VALUE_PAGE_BYTES) + KEY_PAGE_BYTES;
+        tile.accumulate([&](int c) { return *reinterpret_cast<const uint4*>(values + c * 512); }, s[i]);
+    }
+}
+
+DEVICE void write_tile(const Attention& p, Tile& tile, int first_row, int first_query, int queries, int head, int lane,
+                       const Activations& to) {
+    const int g = lane / 4, t = lane % 4;
+    tile.sum_totals();
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int m = first_query + g + 8 * h;
+        if (m >= queries) continue;
+        const int row = first_row + m / p.group, query_head = head * p.group + m % p.group;
+        float total = tile.total[h], kept = 1.f;
+        if (p.sinks) {
+            const float sink = p.sinks[query_head] * LOG2_E, overall = fmaxf(tile.highest[h], sink);
+            kept = merge_factor(tile.highest[h], overall);
+            total = total * kept + fast_exp2(sink - overall);
+        }
+        const float factor = total > 0.f ? kept / total : 0.f;
+#pragma unroll
+        for (int i = 0; i < VALUE_TILES; i++) {
+            const float low = tile.o[i][2 * h] * factor, high = tile.o[i][2 * h + 1] * factor;
+            const int column = query_head * VALUE_DIM + 8 * i + 2 * t;
+            float* at = p.out + static_cast<size_t>(row) * p.out_stride + column;
+            at[0] = low;
+            at[1] = high;
+            if (to.kind >= BF16S)
+                *reinterpret_cast<u32*>(to.halves + static_cast<size_t>(row) * to.columns + column) =
+                    to.kind == BF16S ? pack_bf16s(low, high) : pack_halves(low, high);
+        }
+    }
+}
+
+// Grid (tiles of 16 * MANY_WARPS queries of all sequences, KV heads); blocks beyond the last tile do nothing.
+KERNEL __launch_bounds__(32 * MANY_WARPS, 1)
+attend_many(const Attention p, const Activations to) {
+#if HAS_HALF_MMA
+    DYNAMIC_SHARED(memory);
+    grid_release_dependents();
+    grid_wait();
+    constexpr int TILE_QUERIES = 16 * MANY_WARPS;
+    const int head = blockIdx.y, num_seqs = *p.num_seqs;
+    int index = blockIdx.x, seq = 0, first_row = 0, queries = 0;
+    for (;; seq++) {
+        if (seq >= num_seqs) return;
+        first_row = p.row_starts[seq];
+        queries = (p.row_starts[seq + 1] - first_row) * p.group;
+        const int tiles = queries > p.few_queries ? ceil_div(queries, TILE_QUERIES) : 0;
+        if (index < tiles) {
+            index = tiles - 1 - index;  // the last rows see the most keys: start with them
+            break;
+        }
+        index -= tiles;
+    }
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int block_query = index * TILE_QUERIES, first_query = block_query + 16 * warp;
+    const int last_query = min(block_query + TILE_QUERIES, queries) - 1;
+    const int* table = p.block_table + static_cast<size_t>(seq) * p.table_stride;
+    const int begin = first_visible(p, p.positions[first_row + block_query / p.group]) / PAGE_TOKENS;
+    const int end = p.positions[first_row + last_query / p.group] / PAGE_TOKENS + 1;
+    Tile tile;
+    tile.load(p, first_row, first_query, queries, head, lane);
+    // pages that some query of this warp sees
+    const int warp_begin = first_query < queries
+        ? first_visible(p, p.positions[first_row + first_query / p.group]) / PAGE_TOKENS : end;
+    const int warp_end = first_query < queries
+        ? p.positions[first_row + min(first_query + 15, queries - 1) / p.group] / PAGE_TOKENS + 1 : begin;
+    fetch_stage(p, memory, table, begin, end, head);
+    copy_async_commit();
+    int parity = 0;
+    for (int page = begin; page < end; page += STAGE_PAGES, parity ^= 1) {
+        fetch_stage(p, memory + (parity ^ 1) * STAGE_BYTES, table, page + STAGE_PAGES, end, head);
+        copy_async_commit();
+        copy_async_wait<1>();
+        __syncthreads();
+        if (page + STAGE_PAGES > warp_begin && page < warp_end)
+            add_stage(p, tile, memory + parity * STAGE_BYTES, page, min(STAGE_PAGES, end - page), lane);
+        __syncthreads();
+    }
+    if (first_query < queries) write_tile(p, tile, first_row, first_query, queries, head, lane, to);
+#endif
+}

@@ -1,0 +1,152 @@
+// A warp's share of attention on tensor cores, for 16-bit caches: KV_TYPE (1 f16, 2 bf16), KEY_DIM, VALUE_DIM
+// (multiples of 32).
+//
+// A warp holds 16 queries (see attention.cuh): Q as A fragments, the scores of a page as D fragments, which are the A
+// fragments of P V as they stand, and the output.
+#include "attention.cuh"
+
+constexpr int KEY_CHUNKS = KEY_DIM / 32, VALUE_TILES = VALUE_DIM / 8;
+constexpr int KEY_PAGE_BYTES = KEY_DIM * PAGE_TOKENS * 2, VALUE_PAGE_BYTES = VALUE_DIM * PAGE_TOKENS * 2;
+
+DEVICE u32 pack(float low, float high) { return KV_TYPE == KV_F16 ? pack_halves(low, high) : pack_bf16s(low, high); }
+
+DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if (KV_TYPE == KV_F16) {
+        mma_halves(d, a, b0, b1);
+    } else {
+        mma_bf16s(d, a, b0, b1);
+    }
+}
+
+DEVICE float4 load_four(const float* at) {
+    if ((reinterpret_cast<u64>(at) & 15) == 0) return *reinterpret_cast<const float4*>(at);
+    return make_float4(at[0], at[1], at[2], at[3]);
+}
+
+struct Tile {
+    u32 q[KEY_CHUNKS][2][4];
+    float o[VALUE_TILES][4];
+    float highest[2], total[2];  // rows g and g + 8; total: this lane's share
+    int position[2];             // -1: no such query
+
+    // Queries first_query .. + 15 of `queries` rows of KV head `head`; first_row is the sequence's.
+    DEVICE void load(const Attention& p, int first_row, int first_query, int queries, int head, int lane) {
+        const int g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int m = first_query + g + 8 * h;
+            const bool real = m < queries;
+            const int row = first_row + (real ? m / p.group : 0);
+            const int query_head = head * p.group + (real ? m % p.group : 0);
+            position[h] = real ? p.positions[row] : -1;
+            highest[h] = NEGATIVE_INFINITY;
+            total[h] = 0.f;
+            const float* at = p.q + static_cast<size_t>(row) * p.q_stride + query_head * KEY_DIM + 8 * t;
+#pragma unroll
+            for (int c = 0; c < KEY_CHUNKS; c++) {
+#pragma unroll
+                for (int step = 0; step < 2; step++) {
+                    const float4 x = real ? load_four(at + 32 * c + 4 * step) : make_float4(0.f, 0.f, 0.f, 0.f);
+                    q[c][step][h] = pack(x.x, x.y);
+                    q[c][step][h + 2] = pack(x.z, x.w);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < VALUE_TILES; i++)
+            for (int j = 0; j < 4; j++) o[i][j] = 0.f;
+    }
+
+    // Scores of one page; fragment(c, j) gives the keys of dimensions 32 c .. and tile j.
+    template <class Fragments>
+    DEVICE void score(const Fragments& fragment, float (&s)[2][4]) const {
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            for (int i = 0; i < 4; i++) s[j][i] = 0.f;
+#pragma unroll
+        for (int c = 0; c < KEY_CHUNKS; c++) {
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const uint4 b = fragment(c, j);
+                mma(s[j], q[c][0], b.x, b.y);
+                mma(s[j], q[c][1], b.z, b.w);
+            }
+        }
+    }
+
+    // Rules and mask; the page's first key is at position first_key.
+    DEVICE void apply_rules(const Attention& p, int first_key, int lane, float (&s)[2][4]) const {
+        const int t = lane % 4;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int key = first_key + 4 * t + 2 * j + i % 2;
+                s[j][i] = visible(p, key, position[i / 2]) ? score_of(p, s[j][i]) : NEGATIVE_INFINITY;
+            }
+        }
+    }
+
+    // Makes `highest` cover `candidate` (this lane's largest new scores) and rescales what is there.
+    DEVICE void raise(float (&candidate)[2]) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            candidate[h] = fmaxf(candidate[h], __shfl_xor_sync(FULL_WARP, candidate[h], 1));
+            candidate[h] = fmaxf(candidate[h], __shfl_xor_sync(FULL_WARP, candidate[h], 2));
+            const float raised = fmaxf(highest[h], candidate[h]);
+            const float kept = raised == NEGATIVE_INFINITY ? 1.f : fast_exp2(highest[h] - raised);
+            highest[h] = raised;
+            total[h] *= kept;
+#pragma unroll
+            for (int i = 0; i < VALUE_TILES; i++) {
+                o[i][2 * h] *= kept;
+                o[i][2 * h + 1] *= kept;
+            }
+        }
+    }
+
+    // Adds the page's values, weighted; `highest` already covers the scores. fragment(c): dimensions 16 c ..
+    template <class Fragments>
+    DEVICE void accumulate(const Fragments& fragment, const float (&s)[2][4]) {
+        float weight[2][4];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float top = highest[i / 2];
+                weight[j][i] = top == NEGATIVE_INFINITY ? 0.f : fast_exp2(s[j][i] - top);
+                total[i / 2] += weight[j][i];
+            }
+        }
+        const u32 a[4] = {pack(weight[0][0], weight[0][1]), pack(weight[0][2], weight[0][3]),
+                          pack(weight[1][0], weight[1][1]), pack(weight[1][2], weight[1][3])};
+#pragma unroll
+        for (int c = 0; c < VALUE_TILES / 2; c++) {
+            const uint4 b = fragment(c);
+            mma(o[2 * c], a, b.x, b.y);
+            mma(o[2 * c + 1], a, b.z, b.w);
+        }
+    }
+
+    // This lane's largest scores of a page.
+    DEVICE static void largest(const float (&s)[2][4], float (&candidate)[2]) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float top = fmaxf(fmaxf(s[0][2 * h], s[0][2 * h + 1]), fmaxf(s[1][2 * h], s[1][2 * h + 1]));
+            candidate[h] = fmaxf(candidate[h], top);
+        }
+    }
+
+    DEVICE void sum_totals() {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            total[h] += __shfl_xor_sync(FULL_WARP, total[h], 1);
+            total[h] += __shfl_xor_sync(FULL_WARP, total[h], 2);
+        }
+    }
+};
+
+// What a sum over keys with this largest score counts in one with the largest score `overall`.
+DEVICE float merge_factor(float highest, float overall) {
+    return highest == NEGATIVE_INFINITY ? 0.f : fast_exp2(highest - overall);
+}
