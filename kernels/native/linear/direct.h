@@ -126,12 +126,35 @@ struct SuperSum {
   }
 };
 
+// Adds sub-block `sub` (its planes at `data`) of a superblock to the sums of every column.
+template <int kType, int kNumCols>
+LAMINA_INLINE void add_sub(const uint8_t* super, const uint8_t* data, const uint8_t* act, int sub,
+                           SuperSum<kType> (&sums)[kNumCols]) {
+  constexpr Format f = format_of(kType);
+  constexpr int n = kNumCols;
+  constexpr int kPerSub = kSubCols / f.scale_group;
+  constexpr int kCount = kGroups / kPerSub;
+  U8x64 codes[kGroups];
+  decode_sub<kType>(data, codes);
+  LAMINA_UNROLL
+  for (int part = 0; part < kPerSub; ++part) {
+    const int index = sub * kPerSub + part;
+    const I32x16 scale = super_scale<kType>(super, index);
+    const F32x16 float_scale = to_float(scale);
+    LAMINA_UNROLL
+    for (int c = 0; c < n; ++c) {
+      const I32x16 init = initial<super_init_plane(f)>(act, n, index * n + c);
+      const uint8_t* values = act + index * f.scale_group * n;
+      sums[c].add(scale, float_scale, dot_groups<codes_of(f), kCount, n>(codes + part * kCount, values, c, init));
+    }
+  }
+}
+
 template <int kType, int kNumCols>
 static void direct_super(const DirectArgs& a) {
   constexpr Format f = format_of(kType);
   constexpr int n = kNumCols;
   constexpr int kStep = super_bytes(f, kSubsPerSuper) / kSubsPerSuper;
-  constexpr int kPerSub = kSubCols / f.scale_group;
   F32x16 acc[n];
   LAMINA_UNROLL
   for (int c = 0; c < n; ++c) acc[c] = zero_f32();
@@ -144,21 +167,7 @@ static void direct_super(const DirectArgs& a) {
     for (int c = 0; c < n; ++c) sums[c].start();
     for (int sub = 0; sub < kSubsPerSuper; ++sub, data += sub_bytes(f)) {
       prefetch_ahead<(kStep + kLine - 1) / kLine>(a, super + sub * kStep);
-      U8x64 codes[kGroups];
-      decode_sub<kType>(data, codes);
-      LAMINA_UNROLL
-      for (int part = 0; part < kPerSub; ++part) {
-        const int index = sub * kPerSub + part;
-        const I32x16 scale = super_scale<kType>(super, index);
-        const F32x16 float_scale = to_float(scale);
-        const uint8_t* act_part = act + index * f.scale_group * n;
-        LAMINA_UNROLL
-        for (int c = 0; c < n; ++c) {
-          const I32x16 init = initial<super_init_plane(f)>(act, n, index * n + c);
-          sums[c].add(scale, float_scale,
-                      dot_groups<codes_of(f), kGroups / kPerSub, n>(codes + part * kGroups / kPerSub, act_part, c, init));
-        }
-      }
+      add_sub<kType, n>(super, data, act, sub, sums);
     }
     LAMINA_UNROLL
     for (int c = 0; c < n; ++c) {

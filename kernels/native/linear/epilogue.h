@@ -8,7 +8,7 @@ LAMINA_INLINE F32x16 exponential(F32x16 v) {
   v = clamp(v, -87.0F, 88.0F);
   const I32x16 exponent = round_i32(mul(v, set_f32(1.44269504F)));
   const F32x16 n = to_float(exponent);
-  F32x16 r = fnma(n, set_f32(0.693359375F), v);   // ln2 in two parts, the first exact in a product with n
+  F32x16 r = fnma(n, set_f32(0.693359375F), v);  // ln2 in two parts, the first exact in a product with n
   r = fnma(n, set_f32(-2.12194440e-4F), r);
   F32x16 p = set_f32(1.0F / 720.0F);
   p = fma(p, r, set_f32(1.0F / 120.0F));
