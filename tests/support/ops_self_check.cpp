@@ -1,6 +1,7 @@
-// Compares one instruction set's ops with the portable ones: norm, rotation, softcap, argmax, and attention over every KV
-// dtype with odd head counts, windows, caps and sinks. For machines that Python tests do not reach (an emulator of another
-// architecture). Argument: the instruction set's number. Prints each error; exits with the number of those too large.
+// Compares one instruction set's ops with the portable ones: norm, rotation, softcap, argmax, and attention over every
+// KV dtype with odd head counts, windows, caps and sinks. For machines that Python tests do not reach (an emulator of
+// another architecture). Argument: the instruction set's number. Prints each error; exits with the number of those too
+// large.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -60,19 +61,28 @@ std::vector<float> run(Isa isa, KvType type, const Rule& rule, std::vector<float
   void* pages = allocate(kBlocks * kv_block_bytes(type, kKvHeads, kKeyDim, kValueDim));
   const KvDesc cache{static_cast<uint8_t*>(pages), kBlocks, kKvHeads, kKeyDim, kValueDim, type};
 
-  OpDesc write = op(OpKind::kKvWrite), norm = op(OpKind::kRmsNorm), angles = op(OpKind::kRopeTable), rope = op(OpKind::kRope);
+  OpDesc write = op(OpKind::kKvWrite), norm = op(OpKind::kRmsNorm), angles = op(OpKind::kRopeTable),
+         rope = op(OpKind::kRope);
   OpDesc attention = op(OpKind::kAttention), cap = op(OpKind::kSoftcap), argmax = op(OpKind::kArgmax);
   write.kv_write = {matrix(k, kKvHeads * kKeyDim), matrix(v, kKvHeads * kValueDim), matrix(slots, 1), &cache};
   norm.rms_norm = {matrix(q, kHeads * kKeyDim), matrix(q, kHeads * kKeyDim), gain.data(), kKeyDim, 1e-5f};
   angles.rope_table = {matrix(positions, 1), inv_freq.data(), table.data(), 20, 1.1f};
   rope.rope = {matrix(q, kHeads * kKeyDim), table.data(), 20, kKeyDim, 1};
-  attention.attention = {matrix(q, kHeads * kKeyDim), matrix(out, kHeads * kValueDim), matrix(positions, 1),
-                         matrix(starts, 1), matrix(blocks, kBlocks), &cache, rule.sinks ? sinks.data() : nullptr, 0.125f,
-                         rule.softcap, rule.window};
+  attention.attention = {matrix(q, kHeads * kKeyDim),
+                         matrix(out, kHeads * kValueDim),
+                         matrix(positions, 1),
+                         matrix(starts, 1),
+                         matrix(blocks, kBlocks),
+                         &cache,
+                         rule.sinks ? sinks.data() : nullptr,
+                         0.125f,
+                         rule.softcap,
+                         rule.window};
   cap.softcap = {matrix(out, kHeads * kValueDim), 0.7f};
   argmax.argmax = {matrix(out, kHeads * kValueDim), matrix(*best, 1)};
   Team team(isa, 2, false);
-  team.reserve(attention_own_bytes(kKeyDim, kValueDim), attention_shared_bytes(2, kHeads / kKvHeads, kValueDim, kBlocks));
+  team.reserve(attention_own_bytes(kKeyDim, kValueDim),
+               attention_shared_bytes(2, kHeads / kKvHeads, kValueDim, kBlocks));
   const OpDesc ops[] = {norm, angles, rope, attention, cap, argmax};
   if (team.replay(&write, 1, {kTokens, 1, 0}, 2, nullptr) != Status::kOk ||
       team.replay(ops, 6, {kRows, 1, 0}, 2, nullptr) != Status::kOk) {
@@ -105,11 +115,12 @@ int main(int argc, char** argv) {
     for (const Rule& rule : {Rule{0, 0, false}, Rule{5, 0, true}, Rule{0, 37, false}}) {
       std::vector<float> q, wanted_q;
       std::vector<int> best, wanted_best;
-      const auto found = run(isa, type, rule, &q, &best), wanted = run(Isa::kScalar, type, rule, &wanted_q, &wanted_best);
+      const auto found = run(isa, type, rule, &q, &best),
+                 wanted = run(Isa::kScalar, type, rule, &wanted_q, &wanted_best);
       const double error = relative_error(found, wanted), q_error = relative_error(q, wanted_q);
       const bool good = error < kTolerance && q_error < kTolerance && best == wanted_best;
-      std::printf("kv type %d, window %d: attention %.1e, norm and rope %.1e%s\n", static_cast<int>(type), rule.window, error,
-                  q_error, good ? "" : "  TOO LARGE");
+      std::printf("kv type %d, window %d: attention %.1e, norm and rope %.1e%s\n", static_cast<int>(type), rule.window,
+                  error, q_error, good ? "" : "  TOO LARGE");
       failures += !good;
     }
   }

@@ -54,7 +54,9 @@ LAMINA_API void lamina_unpack_row(int isa, const PackedPart* part, int64_t row, 
   unpack_row(static_cast<Isa>(isa), *part, row, scale, out);
 }
 
-LAMINA_API size_t lamina_attention_own_bytes(int key_dim, int value_dim) { return attention_own_bytes(key_dim, value_dim); }
+LAMINA_API size_t lamina_attention_own_bytes(int key_dim, int value_dim) {
+  return attention_own_bytes(key_dim, value_dim);
+}
 LAMINA_API size_t lamina_attention_shared_bytes(int num_threads, int group, int value_dim, int max_blocks) {
   return attention_shared_bytes(num_threads, group, value_dim, max_blocks);
 }

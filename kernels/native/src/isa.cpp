@@ -46,9 +46,9 @@ bool claims(Isa isa) {
 #if defined(__x86_64__)
   if (isa == Isa::kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (isa == Isa::kAvx512Vnni) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
-           __builtin_cpu_supports("avx512vbmi");
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
   }
 #endif
   (void)isa;
@@ -60,7 +60,7 @@ sigjmp_buf escape;
 void leave(int) { siglongjmp(escape, 1); }
 
 bool run_guarded(bool (*probe)()) {
-  struct sigaction guard {}, before {};
+  struct sigaction guard{}, before{};
   guard.sa_handler = leave;
   if (sigaction(SIGILL, &guard, &before) != 0) return false;
   const bool works = sigsetjmp(escape, 1) == 0 && probe();

@@ -27,10 +27,12 @@ void kv_read(const KvDesc& cache, const int32_t* blocks, int num_tokens, float* 
   for (int token = 0; token < num_tokens; ++token) {
     const int t = token % kBlockTokens;
     for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
-      const uint8_t* page = cache.data + (blocks[token / kBlockTokens] * int64_t{cache.num_kv_heads} + head) * layout.head_bytes;
+      const uint8_t* page =
+          cache.data + (blocks[token / kBlockTokens] * int64_t{cache.num_kv_heads} + head) * layout.head_bytes;
       const uint8_t *key_scales = page + layout.key_scale_offset, *value_scales = page + layout.value_scale_offset;
       for (int d = 0; d < cache.key_dim; ++d) {
-        *keys++ = element(cache, page, d * kBlockTokens + t) * scale(cache, key_scales, d / kQ8Group * kBlockTokens + t);
+        *keys++ =
+            element(cache, page, d * kBlockTokens + t) * scale(cache, key_scales, d / kQ8Group * kBlockTokens + t);
       }
       for (int d = 0; d < cache.value_dim; ++d) {
         *values++ = element(cache, page + layout.value_offset, t * layout.value_stride + d) *

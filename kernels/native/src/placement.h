@@ -14,7 +14,8 @@ class Placement {
   static void pin(int index);
   // Notes where the calling thread runs; a few nanoseconds.
   void note(int thread);
-  // Whether a thread of the team was last seen where this one is now. Looks at one other, a different one for each `turn`.
+  // Whether a thread of the team was last seen where this one is now. Looks at one other, a different one for each
+  // `turn`.
   bool shares_core(int thread, uint32_t turn) const;
   // Moves the calling thread off its core if another thread of the team was last seen there and a core without one is
   // allowed. Its affinity is as before afterwards.

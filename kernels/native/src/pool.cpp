@@ -9,11 +9,11 @@
 namespace lamina {
 namespace {
 
-constexpr uint32_t kNone = 0;      // no region yet
-constexpr uint32_t kStop = 0x100;  // a region of no threads tells the team to end
-constexpr int kBusyPolls = 200;      // without a pause: answers within a few ns when peers are close
-constexpr int kPausedPolls = 1000;   // some 20-70 us, depending on what a pause costs here
-constexpr int kYieldedPolls = 400;   // some 200 us more on a quiet machine; gives the core away on a busy one
+constexpr uint32_t kNone = 0;       // no region yet
+constexpr uint32_t kStop = 0x100;   // a region of no threads tells the team to end
+constexpr int kBusyPolls = 200;     // without a pause: answers within a few ns when peers are close
+constexpr int kPausedPolls = 1000;  // some 20-70 us, depending on what a pause costs here
+constexpr int kYieldedPolls = 400;  // some 200 us more on a quiet machine; gives the core away on a busy one
 
 inline void pause_briefly() {
 #if defined(__x86_64__)
@@ -39,7 +39,8 @@ Wait wait_for_change(const std::atomic<uint32_t>& word, uint32_t old, std::atomi
     if (word.load(std::memory_order_acquire) != old) return Wait::kYielded;
     std::this_thread::yield();
   }
-  // The changer stores the word and then reads `parked`; both sequentially consistent, so one of the two sees the other.
+  // The changer stores the word and then reads `parked`; both sequentially consistent, so one of the two sees the
+  // other.
   parked.fetch_add(1);
   while (word.load() == old) word.wait(old);
   parked.fetch_sub(1);

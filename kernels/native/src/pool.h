@@ -1,5 +1,5 @@
-// A persistent team of threads: the caller is thread 0, the others wait, spinning first and then parked. A region is one
-// fork and join; inside it the threads meet at barriers. Owned and entered by one thread at a time.
+// A persistent team of threads: the caller is thread 0, the others wait, spinning first and then parked. A region is
+// one fork and join; inside it the threads meet at barriers. Owned and entered by one thread at a time.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -13,8 +13,8 @@ namespace lamina {
 // What a wait cost: kSpun is the quiet case, kYielded means that a peer was probably not running.
 enum class Wait : int { kSpun = 0, kYielded = 1, kParked = 2 };
 
-// Waits until `word` differs from `old`: spins, then calls `on_long_wait` (if any), yields the core, and parks. `parked`
-// counts sleepers for whoever changes the word.
+// Waits until `word` differs from `old`: spins, then calls `on_long_wait` (if any), yields the core, and parks.
+// `parked` counts sleepers for whoever changes the word.
 struct LongWait {
   Placement* placement;
   int thread;
@@ -47,7 +47,8 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   int num_threads() const { return static_cast<int>(threads_.size()) + 1; }
-  // Runs task(argument, t, n) on n threads, 0 < n <= num_threads(), and returns when all are done, with what that wait cost.
+  // Runs task(argument, t, n) on n threads, 0 < n <= num_threads(), and returns when all are done, with what that wait
+  // cost.
   Wait run(int num_threads, Task task, void* argument);
   // For the threads of the present region.
   Wait barrier(int thread);

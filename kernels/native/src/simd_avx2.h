@@ -60,7 +60,8 @@ inline __m256 pow2_half(__m256 x) {
 inline V pow2(V x) { return {pow2_half(x.a), pow2_half(x.b)}; }
 inline V zero_below(V v, V x, float limit) {
   const __m256 l = _mm256_set1_ps(limit);
-  return {_mm256_and_ps(_mm256_cmp_ps(x.a, l, _CMP_NLT_UQ), v.a), _mm256_and_ps(_mm256_cmp_ps(x.b, l, _CMP_NLT_UQ), v.b)};
+  return {_mm256_and_ps(_mm256_cmp_ps(x.a, l, _CMP_NLT_UQ), v.a),
+          _mm256_and_ps(_mm256_cmp_ps(x.b, l, _CMP_NLT_UQ), v.b)};
 }
 inline V keep_lanes(V v, int lo, int hi, float fill) {
   const __m256 f = _mm256_set1_ps(fill);

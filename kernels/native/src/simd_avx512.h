@@ -19,7 +19,9 @@ inline __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 
 inline V load_n(const float* p, int n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
 inline void store_n(float* p, V a, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), a.v); }
 
-inline V load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline V load_f16(const uint16_t* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
 inline void store_f16(uint16_t* p, V a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }

@@ -43,7 +43,9 @@ inline V load_f16(const uint16_t* p) {
 inline void store_f16(uint16_t* p, V x) {
   for (int i = 0; i < 4; ++i) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.v[i])));
 }
-inline float half_value(uint16_t half) { return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(half))), 0); }
+inline float half_value(uint16_t half) {
+  return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(half))), 0);
+}
 inline V load_bf16(const uint16_t* p) {
   return each([&](int i) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)); });
 }
@@ -82,8 +84,7 @@ inline V pow2(V x) {
 }
 inline V zero_below(V v, V x, float limit) {
   return each([&](int i) {
-    return vreinterpretq_f32_u32(
-        vbicq_u32(vreinterpretq_u32_f32(v.v[i]), vcltq_f32(x.v[i], vdupq_n_f32(limit))));
+    return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(v.v[i]), vcltq_f32(x.v[i], vdupq_n_f32(limit))));
   });
 }
 inline V keep_lanes(V v, int lo, int hi, float fill) {
@@ -100,9 +101,7 @@ inline float sum(V x) {
   const float32x2_t d = vadd_f32(vget_low_f32(q), vget_high_f32(q));
   return vget_lane_f32(d, 0) + vget_lane_f32(d, 1);
 }
-inline float max_lane(V x) {
-  return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.v[0], x.v[1]), vmaxq_f32(x.v[2], x.v[3])));
-}
+inline float max_lane(V x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.v[0], x.v[1]), vmaxq_f32(x.v[2], x.v[3]))); }
 
 // What the matrix kernels need beyond the above: dot products. `three` is 3.
 inline bool probe_integers(int three) {

@@ -1,4 +1,5 @@
-// Sixteen floats as four vectors of the compiler's own, which it lowers to whatever the baseline has; see simd_avx512.h.
+// Sixteen floats as four vectors of the compiler's own, which it lowers to whatever the baseline has; see
+// simd_avx512.h.
 #pragma once
 #include <cstdint>
 #include <cstring>

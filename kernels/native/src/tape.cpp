@@ -52,8 +52,8 @@ void run_linear(Isa isa, const LinearOpArgs& args, int num_rows, Worker& worker)
   linear(isa, call, Region{worker.thread, worker.num_threads, barrier, &worker});
 }
 
-// The angle is the float32 product that models are trained with; it is reduced in double precision, since float would lose
-// half the digits at position 100,000.
+// The angle is the float32 product that models are trained with; it is reduced in double precision, since float would
+// lose half the digits at position 100,000.
 void rope_table(const RopeTableArgs& args, int num_rows, Worker& worker) {
   const Share share = share_of(worker, static_cast<int64_t>(num_rows) * args.pairs);
   for (int64_t item = share.begin; item < share.end; ++item) {

@@ -48,7 +48,8 @@ class Team {
   // Walks the tape with `num_threads` threads; `report` may be null.
   Status replay(const OpDesc* ops, int num_ops, const StepShape& shape, int num_threads, ReplayReport* report);
   // Packs rows [row_begin, row_end) of one matrix with all threads.
-  void pack(const uint8_t* source, int64_t source_row_bytes, int64_t row_begin, int64_t row_end, const PackedPart& target);
+  void pack(const uint8_t* source, int64_t source_row_bytes, int64_t row_begin, int64_t row_end,
+            const PackedPart& target);
 
  private:
   friend struct Worker;

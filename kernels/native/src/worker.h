@@ -19,8 +19,8 @@ struct Worker {
   uint8_t* shared_scratch;  // the region's
 
   void barrier();
-  int next_item();            // 0, 1, 2, ... over all threads of this op
-  void fail(Status status);   // the first failure of a step is kept
+  int next_item();           // 0, 1, 2, ... over all threads of this op
+  void fail(Status status);  // the first failure of a step is kept
 };
 
 // The contiguous part of [0, count) that falls to a thread.
