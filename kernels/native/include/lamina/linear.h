@@ -53,7 +53,9 @@ void pack_rows(Isa isa, const uint8_t* source, int64_t source_row_bytes, int64_t
 size_t linear_scratch_bytes(Isa isa, int32_t max_rows, int32_t max_cols, int32_t max_out);
 // One fixed order of accumulation for every row count, chunking and thread count: a row's result is bit-identical in any
 // company. Called by every thread of the region; on return the calling thread's part is done (the caller puts a barrier
-// before anything that reads `out`; `linear` itself may use the barrier between its phases).
+// before anything that reads `out` or uses the same scratch again; `linear` itself uses the barrier between its phases).
+// `cols` is any number for float types, else a multiple of 32 (of 256 for types with blocks of 256). Quantised types round
+// each row of x to int8, per 32 or 256 values; a NaN or infinity there makes the row's results non-finite.
 void linear(Isa isa, const LinearArgs& args, const Region& region);
 // The exact dequantised row `row` of a packed part, times `scale`: out[cols].
 void unpack_row(Isa isa, const PackedPart& part, int64_t row, float scale, float* out);
