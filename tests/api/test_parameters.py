@@ -225,6 +225,7 @@ def test_a_prompt_beyond_the_context_is_a_400(api: Api, route: str) -> None:
 
 def test_a_prompt_that_leaves_room_for_one_token_is_served(api: Api) -> None:
     """A-43: max_tokens is reduced to what the context leaves."""
+    assert api.complete(prompt=[5] * 256).json()["error"]["code"] == "context_length_exceeded"
     answer = api.complete(prompt=[5] * 255, max_tokens=100).json()
     assert answer["usage"]["completion_tokens"] == 1
     assert answer["choices"][0]["finish_reason"] == "length"
