@@ -114,13 +114,14 @@ class _Keeper:
             with LoadBars(self._console, quiet=False, interactive=is_interactive()) as show:
                 opening = open_session(self._model, settings, self._show_split, self._report_to(show))
                 session = await stack.enter_async_context(opening)
-            self._take_over(session)
+            await self._take_over(session)
             raise await session.engine.wait_for_failure()
 
-    def _take_over(self, session: Session) -> None:
+    async def _take_over(self, session: Session) -> None:
         self._has_served = True
         placement = session.pipeline.placement
         self._service.cluster.follow(session.workers, placement, session.pipeline.link_rtts_s)
+        await self._service.cluster.look()  # so that whoever asks next sees the stages
         self._set_state(Ready(session.engine))
         self._console.print("ready", highlight=False)
 
