@@ -95,16 +95,15 @@ DEVICE void merge_partials(const Partial* parts, int count, int queries, Partial
     __syncthreads();
 }
 
-// Adds up the tiles of the block's warps, scratch[0 .. FEW_WARPS - 1] in shared memory, into `to` (shared or global).
-DEVICE void merge_warps(const Partial* scratch, int queries, Partial& to, float (*factors)[16]) {
+// Adds up the tiles of the block's first warps, in shared memory, into `to` (shared or global).
+DEVICE void merge_warps(const Partial* scratch, int busy_warps, int queries, Partial& to, float (*factors)[16]) {
     constexpr int QUADS = VALUE_DIM / 4;
-    weigh_partials(scratch, FEW_WARPS, queries, factors, to);
+    weigh_partials(scratch, busy_warps, queries, factors, to);
     __syncthreads();
     for (int at = threadIdx.x; at < queries * QUADS; at += blockDim.x) {
         const int m = at / QUADS;
         float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-        for (int w = 0; w < FEW_WARPS; w++) add_scaled(value, quad_of(scratch[w], at), factors[w][m]);
+        for (int w = 0; w < busy_warps; w++) add_scaled(value, quad_of(scratch[w], at), factors[w][m]);
         reinterpret_cast<float4*>(to.o)[at] = value;
     }
 }
@@ -158,37 +157,39 @@ DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* 
     const int per_split = ceil_div(num_pages, num_splits), begin = first_page + split * per_split;
     const int end = min(begin + per_split, first_page + num_pages);
     const int* table = p.block_table + static_cast<size_t>(seq) * p.table_stride;
-    Tile tile;
-    Page<2 * KEY_CHUNKS> keys;
-    int page = begin + warp;
-    int block = page < end ? table[page] : 0;
-    if (page < end) keys.load(p.k, block, p.num_kv_heads, head, lane);
-    tile.load(p, first_row, first_query, queries, head, lane);
-    for (; page < end; page += FEW_WARPS) {
-        Page<VALUE_TILES / 2> values;
-        values.load(p.v, block, p.num_kv_heads, head, lane);
-        float s[2][4], candidate[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
-        tile.score([&](int c, int j) { return keys.fragment(2 * c + j); }, s);
-        if (page + FEW_WARPS < end) {  // under way while this page is worked on
-            block = table[page + FEW_WARPS];
-            keys.load(p.k, block, p.num_kv_heads, head, lane);
+    const int busy_warps = min(FEW_WARPS, end - begin);
+    if (warp < busy_warps) {
+        Tile tile;
+        Page<2 * KEY_CHUNKS> keys;
+        int page = begin + warp, block = table[page];
+        keys.load(p.k, block, p.num_kv_heads, head, lane);
+        tile.load(p, first_row, first_query, queries, head, lane);
+        for (; page < end; page += FEW_WARPS) {
+            Page<VALUE_TILES / 2> values;
+            values.load(p.v, block, p.num_kv_heads, head, lane);
+            float s[2][4], candidate[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
+            tile.score([&](int c, int j) { return keys.fragment(2 * c + j); }, s);
+            if (page + FEW_WARPS < end) {  // under way while this page is worked on
+                block = table[page + FEW_WARPS];
+                keys.load(p.k, block, p.num_kv_heads, head, lane);
+            }
+            tile.apply_rules(p, page * PAGE_TOKENS, lane, s);
+            Tile::largest(s, candidate);
+            tile.raise(candidate);
+            tile.accumulate([&](int c) { return values.fragment(c); }, s);
         }
-        tile.apply_rules(p, page * PAGE_TOKENS, lane, s);
-        Tile::largest(s, candidate);
-        tile.raise(candidate);
-        tile.accumulate([&](int c) { return values.fragment(c); }, s);
+        tile.sum_totals();
+        store_tile(tile, scratch[warp], lane, count);
     }
-    tile.sum_totals();
-    store_tile(tile, scratch[warp], lane, count);
     __syncthreads();
     Partial& sum = scratch[FEW_WARPS];
     if (num_splits == 1) {
-        merge_warps(scratch, count, sum, factors);
+        merge_warps(scratch, busy_warps, count, sum, factors);
         __syncthreads();
     } else {
         const int where = seq * gridDim.y + blockIdx.y;
         Partial* parts = reinterpret_cast<Partial*>(p.partial) + static_cast<size_t>(where) * p.num_splits;
-        merge_warps(scratch, count, parts[split], factors);
+        merge_warps(scratch, busy_warps, count, parts[split], factors);
         __syncthreads();
         if (threadIdx.x == 0) {  // its fences order the whole block's accesses, which the barriers order with it
             __threadfence();

@@ -72,13 +72,14 @@ rms_norm(const float* x, int x_stride, const float* weight, float* out, int out_
     if (n >= *num_rows) return;
     const float* row = x + static_cast<size_t>(n) * x_stride;
     float* to_row = out + static_cast<size_t>(n) * out_stride;
-    float4 held[HELD_QUADS];
+    float4 held[HELD_QUADS], gains[HELD_QUADS];
     float squares = 0.f;
 #pragma unroll
     for (int i = 0; i < HELD_QUADS; i++) {
         const int quad = threadIdx.x + i * blockDim.x;
         if (quad >= quads) break;
         held[i] = load_quad(row, quad, columns);
+        gains[i] = load_quad(weight, quad, columns);  // on its way while the squares are summed
         squares += held[i].x * held[i].x + held[i].y * held[i].y + held[i].z * held[i].z + held[i].w * held[i].w;
     }
     for (int quad = threadIdx.x + HELD_QUADS * blockDim.x; quad < quads; quad += blockDim.x) {
@@ -86,8 +87,7 @@ rms_norm(const float* x, int x_stride, const float* weight, float* out, int out_
         squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
     }
     const float scale = rsqrtf(block_sum(squares) / columns + eps);
-    auto finish_quad = [&](int quad, float4 v) {
-        const float4 w = load_quad(weight, quad, columns);
+    auto finish_quad = [&](int quad, float4 v, float4 w) {
         const float4 y = make_float4(v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w);
         store_quad(to_row, quad, columns, y);
         hand_over(to, n, quad, y.x, y.y, y.z, y.w);
@@ -96,10 +96,10 @@ rms_norm(const float* x, int x_stride, const float* weight, float* out, int out_
     for (int i = 0; i < HELD_QUADS; i++) {
         const int quad = threadIdx.x + i * blockDim.x;
         if (quad >= quads) break;
-        finish_quad(quad, held[i]);
+        finish_quad(quad, held[i], gains[i]);
     }
     for (int quad = threadIdx.x + HELD_QUADS * blockDim.x; quad < quads; quad += blockDim.x)
-        finish_quad(quad, load_quad(row, quad, columns));
+        finish_quad(quad, load_quad(row, quad, columns), load_quad(weight, quad, columns));
 }
 
 // One warp a group of columns (a norm per head). Grid (blocks of 8 groups, rows).
