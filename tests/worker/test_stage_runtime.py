@@ -225,6 +225,16 @@ async def test_losing_the_edge_forward_ends_the_epoch() -> None:
 
 
 @scene
+async def test_a_failure_before_the_coordinator_came_is_told_when_it_comes() -> None:
+    """An edge may break between linking and the Steps stream: whoever opens the stream must not wait for ever."""
+    runtime = Bench(0).runtime.successor(StageKey(PlacementId("p"), Epoch(2), 0, 2))
+    runtime.link_lost(WorkerLost("stage 1 at b: connection lost"))
+    with pytest.raises(WorkerLost, match=r"a \(layers 0-1\): edge to stage 1 lost: stage 1 at b: connection lost"):
+        runtime.attach_controller()
+    assert not runtime.is_controlled
+
+
+@scene
 async def test_losing_the_feedback_edge_sends_its_answers_again() -> None:
     """What was given to the edge may not have arrived: the coordinator is asked to relay it, and all that follows."""
     bench = Bench(1)
@@ -247,7 +257,7 @@ async def test_answers_that_nobody_reads_end_the_epoch() -> None:
     """A coordinator that plans on and on without reading must not fill the worker's memory."""
     bench = Bench(0, num_stages=1)
     for step in range(1000):
-        if bench.runtime._failed:
+        if bench.runtime._failure is not None:
             break
         bench.plan(step)
         bench.device.work()

@@ -95,7 +95,7 @@ class StageRuntime:
         self._responses: Responses | None = None
         self._link: Link | None = None
         self._sent_back: deque[pb.StepDone] = deque(maxlen=MAX_RUN_AHEAD)  # answers given to the feedback edge
-        self._failed = False
+        self._failure: LaminaError | None = None
         self.has_ended = False
 
     @property
@@ -117,7 +117,12 @@ class StageRuntime:
     # -- the coordinator's Steps stream
 
     def attach_controller(self) -> Responses:
-        """Begin the epoch's Steps stream; what is put on the queue goes to the coordinator, None ends the stream."""
+        """Begin the epoch's Steps stream; what is put on the queue goes to the coordinator, None ends the stream.
+
+        Raises Unavailable, and what the stage failed with before anybody could be told.
+        """
+        if self._failure is not None:
+            raise self._failure
         if self._responses is not None:
             raise Unavailable(f"{self._who}: another coordinator controls this stage")
         if not self.stage.cache_bytes:
@@ -203,19 +208,21 @@ class StageRuntime:
     # -- steps
 
     def fail(self, error: LaminaError) -> None:
-        """Tell the coordinator that this stage runs no further step of this epoch, and end its stream."""
-        if self._failed or self.has_ended:
+        """Tell the coordinator that this stage runs no further step of this epoch, and end its stream.
+
+        Without a coordinator yet, the next that comes is told.
+        """
+        if self._failure is not None or self.has_ended:
             return
-        self._failed = True
-        message = f"{self._who}: {error}"
-        _log.error("%s", message)
+        self._failure = failure = type(error)(f"{self._who}: {error}")
+        _log.error("%s", failure)
         if self._responses is not None:
-            self._responses.put_nowait(pb.StepsResponse(failure=_failure(error, message)))
+            self._responses.put_nowait(pb.StepsResponse(failure=_failure_message(failure)))
             self._responses.put_nowait(None)
 
     def _pump(self) -> None:
         """Hand steps to the compute thread while it has room and they are complete."""
-        while self._num_posted < _MAX_POSTED and not (self._failed or self.has_ended):
+        while self._num_posted < _MAX_POSTED and self._failure is None and not self.has_ended:
             ready = self._queue.pop_ready()
             if ready is None:
                 return
@@ -257,7 +264,7 @@ class StageRuntime:
         self._respond(pb.StepsResponse(done=message))
 
     def _respond(self, response: pb.StepsResponse) -> None:
-        if self._responses is None or self._failed:
+        if self._responses is None or self._failure is not None:
             return
         self._responses.put_nowait(response)
         if self._responses.qsize() > _MAX_UNREAD:
@@ -271,5 +278,5 @@ class StageRuntime:
             self.fail(LaminaError(f"{type(outcome).__name__}: {outcome}"))
 
 
-def _failure(error: LaminaError, message: str) -> pb.StageFailure:
-    return pb.StageFailure(error=error_name(error), message=message)
+def _failure_message(error: LaminaError) -> pb.StageFailure:
+    return pb.StageFailure(error=error_name(error), message=str(error))
