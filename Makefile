@@ -19,21 +19,24 @@ dev: $(VENV)/.dev ## the same with the tools that tests and checks need
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "lamina needs Python >= 3.11; this is `$(PYTHON) --version`. Set PYTHON=..." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "could not make a virtual environment: on Debian and Ubuntu, install python3-venv" >&2; exit 1; }
+	@$(BIN)/python -m pip install --quiet --upgrade pip
 
 $(VENV)/.installed: $(BIN)/python $(NATIVE)
-	$(BIN)/python -m pip install --quiet --editable .
+	@echo "installing lamina into $(VENV) (building its native library takes about a minute) …"
+	@$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	@touch $@
+$(VENV)/.dev: $(BIN)/python $(NATIVE)
+	@echo "installing lamina and its development tools into $(VENV) …"
+	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $(VENV)/.installed $@
 
 models: $(MODEL) ## fetch the default model, checked by SHA-256
 
-$(MODEL):
-	$(PYTHON) deploy/fetch_default_model.py $(MODEL)
+$(MODEL): | $(BIN)/python
+	@$(BIN)/python deploy/fetch_default_model.py $(MODEL)
 
 demo: $(VENV)/.installed $(MODEL) ## two workers and a coordinator on loopback answer a prompt
 	@$(BIN)/python deploy/demo.py --model $(MODEL) "$(PROMPT)"

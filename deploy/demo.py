@@ -9,22 +9,34 @@ import contextlib
 import ctypes
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 10.0
 _PR_SET_PDEATHSIG = 1
+_LAUNCHER = os.getpid()
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def die_with_parent() -> None:
     """In the child: be ended when the launcher is (Linux only; elsewhere the process group must do)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != _LAUNCHER:  # it was gone before the line above
+            os._exit(1)
+
+
+def start(*command: str, **options: int) -> "subprocess.Popen[str]":
+    """Start one of lamina's programs, from beside this Python. The terminal's Ctrl-C does not reach it."""
+    program = Path(sys.executable).with_name(command[0])
+    return subprocess.Popen(
+        [str(program), *command[1:]], text=True, start_new_session=True, preexec_fn=die_with_parent, **options
+    )
 
 
 class Worker:
@@ -32,36 +44,24 @@ class Worker:
 
     def __init__(self, name: str, threads: int) -> None:
         self.name = name
-        self.address = ""
-        self._ready = threading.Event()
-        command = [str(Path(sys.executable).with_name("rpc-worker")), "--device", "cpu", "--listen", "127.0.0.1:0"]
-        command += ["--name", name, "--threads", str(threads), "--log-level", "warning"]
-        # Children ignore the terminal's Ctrl-C: the launcher ends them, in order.
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=die_with_parent
-        )
-        threading.Thread(target=self._follow, daemon=True).start()
+        options = ["--device", "cpu", "--listen", "127.0.0.1:0", "--name", name, "--threads", str(threads)]
+        self.process = start("rpc-worker", *options, "--log-level", "warning", stdout=subprocess.PIPE)
 
-    def wait_until_ready(self) -> None:
-        """Raises SystemExit if the worker ends or stays silent."""
+    def wait_for_address(self) -> str:
+        """Where it listens, once it does; its table of devices is passed on. Raises SystemExit if it never does."""
+        assert self.process.stdout is not None
+        text = ""
         deadline = time.monotonic() + START_DEADLINE_S
-        while not self._ready.wait(0.05):
-            if self.process.poll() is not None:
-                raise SystemExit(f"worker {self.name} ended with exit code {self.process.returncode}")
+        while not (match := re.search(r"listening on (\S+)\n", text)):
             if time.monotonic() > deadline:
                 raise SystemExit(f"worker {self.name} did not start within {START_DEADLINE_S:g} s")
-
-    def _follow(self) -> None:
-        """Pass the worker's table on, and find the port it got."""
-        assert self.process.stdout is not None
-        lines: list[str] = []
-        for line in self.process.stdout:
-            lines.append(line)
-            if match := re.search(r"listening on (\S+)", line):
-                self.address = match[1]
-                sys.stderr.write("".join(lines))
-                sys.stderr.flush()
-                self._ready.set()
+            if select.select([self.process.stdout], [], [], 0.2)[0]:
+                piece = os.read(self.process.stdout.fileno(), 65536)
+                if not piece:
+                    raise SystemExit(f"worker {self.name} ended with exit code {self.process.wait()}")
+                text += piece.decode(errors="replace")
+        print(text, end="", file=sys.stderr, flush=True)
+        return match[1]
 
 
 def stop(processes: list["subprocess.Popen[str]"]) -> None:
@@ -78,21 +78,23 @@ def stop(processes: list["subprocess.Popen[str]"]) -> None:
             process.wait()
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 2
+
+
 def run_demo(model: Path, prompt: str) -> int:
     """The coordinator's exit code."""
     processes: list[subprocess.Popen[str]] = []
+    threads = max(1, num_cores() // 2)
     try:
-        threads = max(1, (os.cpu_count() or 2) // 2)
         workers = []
         for name in ("worker-a", "worker-b"):
             workers.append(Worker(name, threads))
             processes.append(workers[-1].process)
-        for worker in workers:
-            worker.wait_until_ready()
-        command = [str(Path(sys.executable).with_name("coordinator")), "run", str(model), prompt]
-        command += ["--workers", ",".join(worker.address for worker in workers), "--max-tokens", "128"]
+        addresses = ",".join(worker.wait_for_address() for worker in workers)
         print(f"\n> {prompt}\n", file=sys.stderr, flush=True)
-        coordinator = subprocess.Popen(command, text=True, start_new_session=True, preexec_fn=die_with_parent)
+        coordinator = start("coordinator", "run", str(model), prompt, "--workers", addresses, "--max-tokens", "128")
         processes.insert(0, coordinator)
         return coordinator.wait()
     finally:
