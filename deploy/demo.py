@@ -31,11 +31,11 @@ def die_with_parent() -> None:
             os._exit(1)
 
 
-def start(*command: str, **options: int) -> "subprocess.Popen[str]":
+def start(*command: str, stdout: int | None = None) -> "subprocess.Popen[str]":
     """Start one of lamina's programs, from beside this Python. The terminal's Ctrl-C does not reach it."""
     program = Path(sys.executable).with_name(command[0])
     return subprocess.Popen(
-        [str(program), *command[1:]], text=True, start_new_session=True, preexec_fn=die_with_parent, **options
+        [str(program), *command[1:]], text=True, start_new_session=True, preexec_fn=die_with_parent, stdout=stdout
     )
 
 

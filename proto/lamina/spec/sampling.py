@@ -30,7 +30,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checks = (
-            (0 <= self.temperature <= 1e4, "temperature must be in [0, 10000]", self.temperature),
+            (self.temperature >= 0, "temperature must be >= 0", self.temperature),
             (0 <= self.top_k < 2**31, "top_k must be in [0, 2**31) (0 = off)", self.top_k),
             (1e-9 <= self.top_p <= 1, "top_p must be in [1e-9, 1]", self.top_p),
             (0 <= self.min_p <= 1, "min_p must be in [0, 1]", self.min_p),
@@ -50,5 +50,5 @@ class SamplingParams:
         for ok, rule, value in checks:  # a NaN fails every comparison, so it is refused as well
             if not ok:
                 raise InvalidRequest(f"{rule}, got {value}")
-        if any(not -100 <= bias <= 100 or not 0 <= token < 2**31 for token, bias in self.logit_bias.items()):
+        if any(not -100 <= bias <= 100 or not 0 <= token < 2**32 for token, bias in self.logit_bias.items()):
             raise InvalidRequest("logit_bias maps token ids >= 0 to values in [-100, 100]")
