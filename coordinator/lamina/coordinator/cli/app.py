@@ -51,12 +51,14 @@ def run(
     top_p: Annotated[float, typer.Option(help="1 = off.", envvar="LAMINA_TOP_P")] = 1.0,
     seed: Annotated[int, typer.Option(help="Same seed, same answer.", envvar="LAMINA_SEED")] = 0,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", envvar="LAMINA_MAX_TOKENS", min=1)] = 512,
-    chat: Annotated[bool, typer.Option("--chat/--raw", help="Through the chat template, or as it stands.")] = True,
+    chat: Annotated[
+        bool, typer.Option("--chat/--raw", help="Through the chat template, or as it stands.", envvar="LAMINA_CHAT")
+    ] = True,
     context: options.Context = "",
     kv_dtype: options.KvDtype = "f16",
     wire_dtype: options.WireDtype = "f32",
     max_rows: options.MaxRows = 512,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the answer.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the answer.", envvar="LAMINA_QUIET")] = False,
     config: Config = None,
 ) -> None:
     """Answer one prompt with the model split over the workers."""
@@ -75,7 +77,11 @@ def plan(
     workers: options.Workers = "",
     memory: Annotated[
         str,
-        typer.Option(help="Assume devices of these sizes instead of asking workers, like 24G,8G.", show_default=False),
+        typer.Option(
+            help="Assume devices of these sizes instead of asking workers, like 24G,8G.",
+            envvar="LAMINA_MEMORY",
+            show_default=False,
+        ),
     ] = "",
     split: options.Split = "",
     split_file: options.SplitFile = None,

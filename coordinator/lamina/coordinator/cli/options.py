@@ -37,7 +37,7 @@ WireDtype = Annotated[
 MaxRows = Annotated[
     int, typer.Option(help="Tokens in one step (the prefill budget).", envvar="LAMINA_MAX_ROWS", min=1, max=65536)
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.", envvar="LAMINA_JSON")]
 
 DEFAULT_CONTEXT = 4096
 
