@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from lamina.coordinator.cli import server_commands
 from lamina.coordinator.cli.app import app
 from lamina.coordinator.cli.config_file import Config, read_config
+from lamina.rpc_worker.cli import app as worker_app
 from lamina.spec.errors import InvalidConfig, LaminaError
 from support.models import smollm2_path
 
@@ -50,13 +51,25 @@ def test_without_a_server_one_line(command: str) -> None:
     assert "http://host:port" in refusal(command, "--url", "nonsense")
 
 
-def test_every_option_of_serve_has_its_environment_twin() -> None:
-    """P-28: every flag's environment twin exists."""
+@pytest.mark.parametrize("name", ["run", "plan", "serve", "chat", "status", "devices"])
+def test_every_option_has_its_environment_twin(name: str) -> None:
+    """P-28: every flag's environment twin exists, named like the flag."""
     commands: Any = typer.main.get_command(app)
-    for name in ("serve", "chat", "status", "devices"):
-        for option in commands.commands[name].params:
-            if option.param_type_name == "option" and option.name not in ("as_json", "help"):
-                assert option.envvar == f"LAMINA_{option.name.upper()}", option.name
+    check_twins(commands.commands[name])
+
+
+def test_every_option_of_the_worker_has_its_environment_twin() -> None:
+    """P-28, for `rpc-worker`."""
+    check_twins(typer.main.get_command(worker_app))
+
+
+def check_twins(command: Any) -> None:
+    """`--some-flag` can be said as LAMINA_SOME_FLAG; those that print something and exit need no twin."""
+    options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
+    assert len(options) > 2
+    for option in options:
+        if option.name not in ("help", "version", "install_completion", "show_completion"):
+            assert option.envvar == "LAMINA_" + option.opts[0].removeprefix("--").replace("-", "_").upper(), option.name
 
 
 # -- the configuration file
@@ -121,6 +134,7 @@ def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> No
         ("workers:\n  - [a]\n", 2, "single value"),
         ("- a\n", 1, "key: value"),
         ("a: [\n", 2, "not valid YAML"),
+        ("port: 1\na: " + "[" * 5000, 2, "nested deeper"),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_line(tmp_path: Path, text: str, line: int, reason: str) -> None:

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from lamina.coordinator.yaml_file import line_of, read_yaml_node
 from lamina.spec.errors import InvalidConfig
 
-_MAX_FILE_BYTES = 2**20
 Scalar = str | int | float | bool | None
 
 
@@ -45,26 +45,17 @@ Config = Annotated[
 
 def read_config(path: Path) -> dict[str, tuple[int, Scalar]]:
     """(line, value) by key. Raises InvalidConfig that names file and line."""
-    try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise InvalidConfig(f"{path}: larger than {_MAX_FILE_BYTES} bytes, this is no configuration")
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidConfig(f"{path}: cannot be read as a configuration: {error}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else 1
-        raise InvalidConfig(f"{path}:{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    root = read_yaml_node(path, "configuration")
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):
-        raise InvalidConfig(f"{path}:{_line(root)}: must be `key: value` lines")
+        raise InvalidConfig(f"{path}:{line_of(root)}: must be `key: value` lines")
     values: dict[str, tuple[int, Scalar]] = {}
     for key_node, value_node in root.value:
         key = str(key_node.value)
         if key in values:
-            raise InvalidConfig(f"{path}:{_line(key_node)}: {key!r} is given twice, first in line {values[key][0]}")
-        values[key] = (_line(key_node), _read_value(path, key, value_node))
+            raise InvalidConfig(f"{path}:{line_of(key_node)}: {key!r} is given twice, first in line {values[key][0]}")
+        values[key] = (line_of(key_node), _read_value(path, key, value_node))
     return values
 
 
@@ -73,17 +64,13 @@ def _read_value(path: Path, key: str, node: yaml.Node) -> Scalar:
         return _construct(node)
     if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
         return ",".join(str(item.value) for item in node.value)
-    raise InvalidConfig(f"{path}:{_line(node)}: the value of {key!r} must be a single value or a list of them")
+    raise InvalidConfig(f"{path}:{line_of(node)}: the value of {key!r} must be a single value or a list of them")
 
 
 def _construct(node: yaml.ScalarNode) -> Scalar:
     """Numbers and truth values as such; anything else (dates, too) as it is written."""
     value = yaml.SafeLoader("").construct_object(node)
     return value if value is None or isinstance(value, bool | int | float) else str(node.value)
-
-
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1
 
 
 def _parameter_names(command: Any) -> set[str]:
