@@ -12,6 +12,7 @@ import pytest
 from lamina.kernels import ops
 from lamina.kernels.backend import Unsupported
 from lamina.kernels.buffer import DType, Extent, StepShape
+from lamina.kernels.cpu import backend as cpu_backend
 from lamina.kernels.cpu import library
 from lamina.kernels.cpu.backend import CpuBackend, TapeGraph
 from lamina.kernels.cpu.descriptors import Isa, OpDesc, OpKind
@@ -94,6 +95,16 @@ def test_descriptors_match_the_library(backend: CpuBackend) -> None:
 
 def test_threads_default_to_usable_cores(backend: CpuBackend) -> None:
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+    assert backend.capabilities.num_threads == backend.num_threads
+
+
+@pytest.mark.parametrize(("cores", "size"), [(1, 1), (255, 255), (384, 255)])
+def test_a_host_with_more_cores_than_a_team_has_threads(
+    monkeypatch: pytest.MonkeyPatch, cores: int, size: int
+) -> None:
+    """Nobody asked for a number, so none is refused."""
+    monkeypatch.setattr(cpu_backend, "usable_cores", lambda: cores)
+    assert cpu_backend._team_size(None) == size
 
 
 def test_barriers_stand_only_where_ops_depend(bench: Bench, backend: CpuBackend) -> None:

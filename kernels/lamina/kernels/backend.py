@@ -41,6 +41,7 @@ class Capabilities:
     kv_dtypes: frozenset[DType] = frozenset({DType.F32})
     compute_dtype: str = "f32"
     kernel: str = ""  # which kernel family serves the linears, for the capability table
+    num_threads: int = 0  # that compute; 0 where the host's cores have no part in it, or nobody chose how many
 
 
 @dataclass(frozen=True, slots=True)

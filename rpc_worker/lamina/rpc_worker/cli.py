@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import socket
 import sys
 from pathlib import Path
@@ -44,7 +43,7 @@ def worker(
         str, typer.Option(help="host:port of a coordinator that waits for workers.", envvar="LAMINA_JOIN")
     ] = "",
     threads: Annotated[
-        int, typer.Option(help="Compute threads of a CPU device; 0 = all cores.", envvar="LAMINA_THREADS")
+        int, typer.Option(help="Compute threads of a CPU device; 0 = all usable cores.", envvar="LAMINA_THREADS")
     ] = 0,
     max_memory: Annotated[
         str, typer.Option(help="Most memory to use per device, like 8G.", envvar="LAMINA_MAX_MEMORY")
@@ -73,7 +72,7 @@ def worker(
         listen=parse_address(listen, allow_zero=True),
         advertise=parse_address(advertise) if advertise else None,
         join=parse_address(join) if join else None,
-        num_threads=threads or os.cpu_count() or 1,
+        num_threads=threads or None,
         max_memory_bytes=parse_size(max_memory) if max_memory else None,
         model_folders=tuple(models),
         insecure=insecure,

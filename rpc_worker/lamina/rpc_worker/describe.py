@@ -13,7 +13,7 @@ from lamina.spec.quant import WEIGHT_TYPES
 from lamina.v1 import worker_pb2 as wpb
 
 
-def device_profile(id_: DeviceId, backend: Backend, num_threads: int | None) -> DeviceProfile:
+def device_profile(id_: DeviceId, backend: Backend) -> DeviceProfile:
     """The device now."""
     facts, can = backend.device_facts(), backend.capabilities
     return DeviceProfile(
@@ -26,7 +26,7 @@ def device_profile(id_: DeviceId, backend: Backend, num_threads: int | None) -> 
         compute_dtype=can.compute_dtype,
         kv_dtypes=tuple(sorted(dtype.value for dtype in can.kv_dtypes)),
         graphs=can.graphs,
-        threads=num_threads or 0,
+        threads=can.num_threads,
         weight_bits={kind: backend.weight_bits(kind) for kind in sorted(WEIGHT_TYPES)},
     )
 

@@ -50,7 +50,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         profiles = []
         for index, device in enumerate(self._devices):
             id_ = DeviceId(WorkerName(self._settings.name), index)
-            profiles.append(device_profile(id_, device.backend, self._settings.num_threads))
+            profiles.append(device_profile(id_, device.backend))
         return wpb.DescribeResponse(
             version=version_to_message(own_version()),
             worker=self._settings.name,

@@ -31,8 +31,8 @@ class WorkerSettings:
                 f"--listen {self.listen} can be reached from other machines without authentication; "
                 "add --insecure to say that this network is trusted"
             )
-        if self.num_threads is not None and not 1 <= self.num_threads <= 1024:
-            raise InvalidConfig(f"--threads must be between 1 and 1024, got {self.num_threads}")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise InvalidConfig(f"--threads must be at least 1, or 0 for all usable cores, got {self.num_threads}")
 
 
 def parse_devices(texts: tuple[str, ...]) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ class TapeGraph(RecordedGraph):
 class CpuBackend(LedgerBackend):
     """See the module docstring.
 
-    `threads`: None for every usable core. `max_memory_bytes` caps what is allocated, scratch included. `pin` binds each
+    `threads`: None for every usable core, as far as a team goes. `max_memory_bytes` caps what is allocated, scratch included. `pin` binds each
     thread to a core. `isa`: "scalar", "avx2", "avx512" or "neon"; None asks LAMINA_CPU_ISA, else the best that works.
     Raises Unsupported if the native library is not built, InvalidConfig for an `isa` or `threads` that cannot be.
     """
@@ -81,9 +81,7 @@ class CpuBackend(LedgerBackend):
         super().__init__()
         self._functions = load_library().functions
         self._isa = choose_isa(isa or os.environ.get(ISA_VARIABLE))
-        wanted = usable_cores() if threads is None else threads
-        if not 1 <= wanted <= _MAX_THREADS:
-            raise InvalidConfig(f"threads={wanted} is not within 1 .. {_MAX_THREADS}")
+        wanted = _team_size(threads)
         team = self._functions.lamina_team_create(self._isa, wanted, pin)
         if not team:
             raise CapacityExceeded(f"the system refused a team of {wanted} threads")
@@ -94,7 +92,11 @@ class CpuBackend(LedgerBackend):
         self._num_releases = 0
         self._report = ReplayReport()
         self.capabilities = Capabilities(
-            graphs=True, batch_invariant=True, kv_dtypes=KV_DTYPES, kernel=f"{self._isa.name.lower()}, {wanted} threads"
+            graphs=True,
+            batch_invariant=True,
+            kv_dtypes=KV_DTYPES,
+            kernel=self._isa.name.lower(),
+            num_threads=self.num_threads,
         )
 
     # -- memory
@@ -305,3 +307,11 @@ def _processor_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def _team_size(threads: int | None) -> int:
+    if threads is None:
+        return min(usable_cores(), _MAX_THREADS)
+    if not 1 <= threads <= _MAX_THREADS:
+        raise InvalidConfig(f"threads={threads} is not within 1 .. {_MAX_THREADS}")
+    return threads

@@ -1,0 +1,53 @@
+"""What the worker's command line makes of its options: frozen settings, or one line that says what to change."""
+
+import sys
+
+import pytest
+
+from lamina.kernels.registry import create_backend
+from lamina.rpc_worker import cli
+from lamina.rpc_worker.describe import device_profile
+from lamina.rpc_worker.settings import WorkerSettings
+from lamina.spec.ids import DeviceId, WorkerName
+
+
+def settings_of(monkeypatch: pytest.MonkeyPatch, *options: str) -> WorkerSettings:
+    """Those that a worker would run with. Raises SystemExit where the command line refuses them."""
+    taken: list[WorkerSettings] = []
+
+    async def run(settings: WorkerSettings) -> None:
+        taken.append(settings)
+
+    monkeypatch.setattr(cli, "run_worker", run)
+    monkeypatch.setattr(sys, "argv", ["rpc-worker", *options])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    if ended.value.code:
+        raise ended.value
+    return taken[0]
+
+
+@pytest.mark.parametrize(("options", "threads"), [((), None), (("--threads", "0"), None), (("--threads", "3"), 3)])
+def test_the_backend_chooses_its_threads(
+    monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], threads: int | None
+) -> None:
+    """A container's quota and SMT siblings are the backend's to know: nothing is chosen before it is asked."""
+    assert settings_of(monkeypatch, *options).num_threads == threads
+
+
+def test_a_negative_number_of_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        settings_of(monkeypatch, "--threads", "-2")
+    assert "--threads must be at least 1, or 0 for all usable cores, got -2" in capsys.readouterr().err
+
+
+def test_threads_are_shown_as_they_are() -> None:
+    """Once, and only where the device has them."""
+    profile = device_profile(DeviceId(WorkerName("a"), 0), create_backend("reference"))
+    assert profile.threads == 0
+    backend = create_backend("cpu", threads=2)
+    profile = device_profile(DeviceId(WorkerName("a"), 0), backend)
+    if backend.name == "cpu":
+        assert profile.threads == 2
+        assert "thread" not in profile.kernel
+    backend.close()
