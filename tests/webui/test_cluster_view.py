@@ -255,7 +255,7 @@ def test_the_picture_follows_the_width_of_its_place(page: LivePage, browser: Bro
     """Also when the settings open beside it, and without asking the server."""
     page.follow(described_workers(RANGES), [0.0002] * 3)
     open_cluster(browser, page, 3)
-    width = "document.querySelector('.picture svg').clientWidth"
+    width = "document.querySelector('.picture svg')?.clientWidth"
     wide = browser.run(width)
     browser.run("document.getElementById('settings-button').click()")
     browser.wait_for(f"{width} === {wide} - 320")
