@@ -134,6 +134,7 @@ def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> No
         ("workers:\n  - [a]\n", 2, "single value"),
         ("- a\n", 1, "key: value"),
         ("a: [\n", 2, "not valid YAML"),
+        ("port: 1\nport-b: !!int b\n", 2, "not what its tag says"),
         ("port: 1\na: " + "[" * 5000, 2, "nested deeper"),
     ],
 )
@@ -141,6 +142,15 @@ def test_a_wrong_file_is_refused_with_its_line(tmp_path: Path, text: str, line: 
     with pytest.raises(InvalidConfig, match=reason) as refused:
         run_probe(tmp_path, text, "m")
     assert f"lamina.yaml:{line}:" in str(refused.value)
+
+
+def test_what_looks_like_a_date_is_text(tmp_path: Path) -> None:
+    """YAML would make a date of it, and fail at the thirteenth month."""
+    assert run_probe(tmp_path, "model: 2026-13-45\nworkers: 2026-01-02\n") == {
+        **run_probe(tmp_path, "model: m\n"),
+        "model": "2026-13-45",
+        "workers": "2026-01-02",
+    }
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import yaml
 from lamina.coordinator.yaml_file import line_of, read_yaml_node
 from lamina.spec.errors import InvalidConfig
 
+_CONSTRUCTED_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float"))
 Scalar = str | int | float | bool | None
 
 
@@ -61,16 +62,21 @@ def read_config(path: Path) -> dict[str, tuple[int, Scalar]]:
 
 def _read_value(path: Path, key: str, node: yaml.Node) -> Scalar:
     if isinstance(node, yaml.ScalarNode):
-        return _construct(node)
+        return _construct(path, key, node)
     if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
         return ",".join(str(item.value) for item in node.value)
     raise InvalidConfig(f"{path}:{line_of(node)}: the value of {key!r} must be a single value or a list of them")
 
 
-def _construct(node: yaml.ScalarNode) -> Scalar:
+def _construct(path: Path, key: str, node: yaml.ScalarNode) -> Scalar:
     """Numbers and truth values as such; anything else (dates, too) as it is written."""
-    value = yaml.SafeLoader("").construct_object(node)
-    return value if value is None or isinstance(value, bool | int | float) else str(node.value)
+    if node.tag not in _CONSTRUCTED_TAGS:
+        return str(node.value)
+    try:
+        value: Scalar = yaml.SafeLoader("").construct_object(node)
+    except (ValueError, KeyError):  # `!!int abc`
+        raise InvalidConfig(f"{path}:{line_of(node)}: the value of {key!r} is not what its tag says") from None
+    return value
 
 
 def _parameter_names(command: Any) -> set[str]:
