@@ -140,19 +140,21 @@ def test_a_full_queue_is_a_429_with_retry_after(model: ModelFile) -> None:
         assert json.loads(text)["error"]["type"] == "rate_limit_error"
 
 
-def test_a_silent_stream_is_pinged(model: ModelFile) -> None:
+@pytest.mark.parametrize("echo", [True, False])
+def test_a_silent_stream_is_pinged(model: ModelFile, echo: bool) -> None:
+    """Also while nothing but the head of the response was sent, as in a long prefill."""
     with Api(model, text_script(model, "done"), settings=ApiSettings(ping_s=0.05)) as api:
 
         async def scenario() -> str:
             api.pipeline.going.clear()
-            client = Client(api, stream=True, max_tokens=4, echo=True)
+            client = Client(api, stream=True, max_tokens=4, echo=echo)
             await until(lambda: client.text.count(": ping\n\n") >= 2)
             api.pipeline.going.set()
             await client.task
             return client.text
 
         text = api.run(scenario())
-        assert text.startswith('data: {"id"')
+        assert text.startswith('data: {"id"' if echo else ": ping\n\n")
         assert text.endswith("data: [DONE]\n\n")
 
 

@@ -88,11 +88,12 @@ class StreamResponse(GenerationResponse):
         super().__init__(events)
         self._writer = writer
         self._ping_s = ping_s
-        self._num_sent = 0
+        self._num_sent = 0  # messages, the start of the response included
 
     async def _work(self, send: Send) -> None:
         writer = self._writer
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        self._num_sent += 1
         if opening := writer.first():
             await self._send(send, opening)
         async for event in self._events:
