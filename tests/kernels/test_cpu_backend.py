@@ -99,9 +99,7 @@ def test_threads_default_to_usable_cores(backend: CpuBackend) -> None:
 
 
 @pytest.mark.parametrize(("cores", "size"), [(1, 1), (255, 255), (384, 255)])
-def test_a_host_with_more_cores_than_a_team_has_threads(
-    monkeypatch: pytest.MonkeyPatch, cores: int, size: int
-) -> None:
+def test_a_host_with_more_cores_than_a_team_has_threads(monkeypatch: pytest.MonkeyPatch, cores: int, size: int) -> None:
     """Nobody asked for a number, so none is refused."""
     monkeypatch.setattr(cpu_backend, "usable_cores", lambda: cores)
     assert cpu_backend._team_size(None) == size
