@@ -83,6 +83,7 @@ class SimPipeline:
         self.answers: deque[StepDone] = deque()
         self.plans: list[StepPlan] = []
         self.num_answered = 0
+        self.nonfinite: set[SeqId] = set()  # sequences whose logits are not finite from now on
         self._sampler: dict[SeqId, _LastStageSequence] = {}
         self._truth: dict[SeqId, list[int]] = {}  # tokens by position, as far as they are sampled
         self._issued_tables: dict[SeqId, list[tuple[int, ...]]] = {}  # blocks (one per group) in the order given
@@ -215,6 +216,9 @@ class SimPipeline:
         if state.ended:
             return SampledToken(seq, pos, 0)
         assert state.tokens == history, "the sampler's history is the context"
+        if seq in self.nonfinite:
+            state.ended = True
+            return SampledToken(seq, pos, 0, finish=FinishReason.ERROR, error="NumericalError: not finite")
         token = next_token(history)
         state.tokens.append(token)
         state.num_generated += 1

@@ -97,3 +97,24 @@ def test_roots_of_tenants_that_left_are_forgotten(cache: PrefixCache, pool: Bloc
         cache.leave(insert(cache, pool, f"tenant-{i}", A))
         cache.evict()
     assert not cache._roots
+
+
+def test_an_unlinked_node_is_found_no_more_and_freed_by_its_last_user(cache: PrefixCache, pool: BlockPool) -> None:
+    """Its subtree goes with it; what its users add below is nobody else's."""
+    a = insert(cache, pool, "", A)
+    b = insert(cache, pool, a, B)
+    unused = insert(cache, pool, b, C)
+    cache.leave(unused)
+    free = pool.num_free
+    cache.unlink(b)
+    cache.unlink(b)
+    assert (pool.num_free, cache.num_unused) == (free + 1, 0)
+    assert cache.find("", A) is a
+    assert cache.find(a, B) is None
+    own = insert(cache, pool, b, C)
+    assert cache.find(b, C) is None
+    again = insert(cache, pool, a, B)
+    for node in (own, b, again, a):
+        cache.leave(node)
+    assert (pool.num_free, cache.num_unused) == (free + 1, 2)
+    assert cache.find(a, B) is again

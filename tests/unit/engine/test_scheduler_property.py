@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lamina.coordinator.engine.policy import SchedulerConfig
+from lamina.spec.ids import SeqId
 from support.sim_engine import SimEngine, request
 from support.sim_pipeline import VOCAB
 
@@ -59,6 +60,10 @@ class ServingMachine(RuleBasedStateMachine):
     def cancel(self, pick: int) -> None:
         ids = list(self.engine.requests)
         self.engine.cancel(ids[pick % len(ids)])
+
+    @rule(seq=st.integers(0, 12))
+    def poison(self, seq: int) -> None:
+        self.engine.pipeline.nonfinite.add(SeqId(seq))
 
     @rule(count=st.integers(1, 3))
     def issue(self, count: int) -> None:

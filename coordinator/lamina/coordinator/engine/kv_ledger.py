@@ -111,6 +111,20 @@ class KvLedger:
                 return
             seq.chain.append(node)
 
+    def prove(self, seq: Sequence) -> None:
+        """It has a finite answer, so every block that it read is sound: a NaN in any would have shown (A-05)."""
+        for depth in range(seq.num_proven, len(seq.chain)):
+            node = seq.chain[depth]
+            if node.block is seq.blocks[depth]:
+                node.is_proven = True
+        seq.num_proven = len(seq.chain)
+
+    def distrust(self, seq: Sequence) -> None:
+        """Its answer is not finite: what it read and nobody has proven is found no more, so that it is recomputed."""
+        suspect = next((node for node in seq.chain if not node.is_proven), None)
+        if suspect is not None:
+            self._cache.unlink(suspect)
+
     def close(self, seq: Sequence) -> None:
         """Take back everything; every issued step that names the sequence is done."""
         self._num_promised -= seq.promised

@@ -22,6 +22,8 @@ class PrefixNode:
     parent: "Place"
     tokens: TokenBlock
     block: Block
+    is_linked: bool = True  # False: never found again, and its block is free as soon as nobody uses it
+    is_proven: bool = False  # somebody read the block and got a finite answer
     children: "dict[TokenBlock, PrefixNode]" = field(default_factory=dict)
 
 
@@ -29,7 +31,7 @@ Place = PrefixNode | str  # a node, or the root of a salt
 
 
 class PrefixCache:
-    """Finds, adds and evicts nodes; counts no tokens and knows no sequence."""
+    """Finds, adds, unlinks and evicts nodes; counts no tokens and knows no sequence."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -49,9 +51,10 @@ class PrefixCache:
     def insert(self, parent: Place, tokens: TokenBlock, block: Block) -> PrefixNode:
         """Index a block that its writer, who uses `parent` too, has filled; it is sealed. `find` came back empty."""
         self._pool.seal(block)
-        node = PrefixNode(parent, tokens, block)
-        siblings = self._roots.setdefault(parent, {}) if isinstance(parent, str) else parent.children
-        siblings[tokens] = node
+        node = PrefixNode(parent, tokens, block, is_linked=isinstance(parent, str) or parent.is_linked)
+        if node.is_linked:
+            siblings = self._roots.setdefault(parent, {}) if isinstance(parent, str) else parent.children
+            siblings[tokens] = node
         return node
 
     def hold(self, node: PrefixNode) -> None:
@@ -62,13 +65,36 @@ class PrefixCache:
     def leave(self, node: PrefixNode) -> None:
         """One user less; the caller has left all nodes below."""
         self._pool.release(node.block)
-        if not node.block.num_users:
+        if node.block.num_users:
+            return
+        if node.is_linked:
             self._unused[node] = None
+        else:
+            self._pool.evict(node.block)
+
+    def unlink(self, node: PrefixNode) -> None:
+        """Have nobody find the node again, nor what follows it; those who use it keep it. Twice is once."""
+        if not node.is_linked:
+            return
+        self._drop(node)
+        lost = [node]
+        while lost:
+            node = lost.pop()
+            lost += node.children.values()
+            node.children.clear()
+            node.is_linked = False
+            if not node.block.num_users:
+                del self._unused[node]
+                self._pool.evict(node.block)
 
     def evict(self) -> None:
         """Drop the least recently used leaf, so that its block is free. Raises KeyError if every node is in use."""
         node, _ = self._unused.popitem(last=False)
         self._pool.evict(node.block)
+        self._drop(node)
+
+    def _drop(self, node: PrefixNode) -> None:
+        """Take a node out of its parent."""
         if not isinstance(node.parent, str):
             del node.parent.children[node.tokens]
             return

@@ -165,6 +165,10 @@ class Scheduler:
                     finish = finish or FinishReason.LENGTH
                 if not pos % BLOCK_TOKENS:
                     self._ledger.publish(seq, pos)
+                if seq.num_proven < len(seq.chain):
+                    self._ledger.prove(seq)
+            else:
+                self._ledger.distrust(seq)
             logprob, top = sampled.logprob, sampled.top_logprobs
             events.append(TokenEvent(record.request_id, sampled.token, logprob, top, finish, sampled.error))
             if finish is not None:

@@ -93,6 +93,7 @@ class Sequence:
     num_sent_blocks: int = 0  # of `blocks`, those that issued plans have named
     room: int = 0  # positions that `blocks` hold
     chain: list[PrefixNode] = field(default_factory=list)  # index entries of its first blocks, each in use by it
+    num_proven: int = 0  # of `chain`, those known to hold finite values where this sequence reads them
     indexing: bool = False  # whether `chain` may grow
     promised: int = 0  # blocks set aside for it and not allocated yet
 
@@ -131,6 +132,7 @@ class Sequence:
         """Forget what was planned under the present identity, keep the tokens; the blocks are given back already."""
         self.id = NO_SEQ
         self.pos = self.num_ahead = self.last_row = self.num_sent_blocks = self.room = self.promised = 0
+        self.num_proven = 0
         self.last_step = NO_STEP
         self.blocks = []
         self.chain = []
