@@ -11,7 +11,7 @@ from collections.abc import Callable
 from lamina.coordinator.cluster.pipeline import Pipeline
 from lamina.coordinator.engine.scheduler import Scheduler
 from lamina.coordinator.engine.sequence import RequestId, RequestRecord, SequenceRequest, TokenEvent
-from lamina.spec.errors import LaminaError, WorkerLost
+from lamina.spec.errors import LaminaError, Unavailable, WorkerLost
 
 Clock = Callable[[], float]
 
@@ -61,9 +61,12 @@ class Engine:
             self._issue()
 
     async def close(self, *, unload: bool = True) -> None:
-        """Stop, end the step streams, and free the stages if asked."""
+        """Stop, fail what still waits for tokens, end the step streams, and free the stages if asked."""
         if self._task is not None:
             self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._failure is None:
+            self._fail(Unavailable("the server is shutting down"))
         await self._pipeline.close(unload=unload)
 
     def _issue(self) -> None:
