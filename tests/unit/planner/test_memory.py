@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType
 
-from lamina.coordinator.planner.memory import Demand, StagePlan, check_fits, plan_stages, stage_memory
+from lamina.coordinator.planner.memory import RESERVE_SHARE, Demand, StagePlan, check_fits, plan_stages, stage_memory
+from lamina.kernels.buffer import StepLimits
+from lamina.kernels.cuda.workspace import region_sizes
 from lamina.kernels.ledger import LedgerBackend
 from lamina.kernels.mock import MockBackend
 from lamina.kernels.reference import ReferenceBackend
@@ -57,7 +59,7 @@ def test_predicted_is_taken(model: tuple[GgufFile, ModelSpec], backend_type: typ
     bounds = [*range(stages), spec.num_layers]
     for start, stop in pairwise(bounds):
         backend, layers = backend_type(), LayerRange(start, stop)
-        profile = device_profile(DeviceId(WorkerName("a"), 0), backend, 1)
+        profile = device_profile(DeviceId(WorkerName("a"), 0), backend)
         demand = Demand(spec, file.tensors, SETTINGS, 500)
         planned = stage_memory(demand, profile, layers)
         stage = Stage(backend, spec, layers, SETTINGS)
@@ -149,3 +151,13 @@ def test_plans_keep_their_order() -> None:
     assert (second.device.id, second.layers) == (devices[1].id, LayerRange(1, 3))
     with pytest.raises(ValueError, match="zip"):
         plan_stages(demand, devices, [LayerRange(0, 3)])
+
+
+@pytest.mark.parametrize("total_gib", [4, 8, 24, 80, 141])
+@pytest.mark.parametrize(("max_in", "max_out"), [(1536, 49152), (18944, 152064), (29568, 152064)])
+def test_the_reserve_covers_the_workspace(total_gib: int, max_in: int, max_out: int) -> None:
+    """What `plan` does not count, a GPU's workspace, is below what it leaves free, with default settings."""
+    settings = StageSettings(max_rows=512, max_seqs=8, max_logit_rows=8, max_context=4096)
+    limits = StepLimits(settings.max_rows, settings.max_seqs, settings.max_logit_rows, settings.max_blocks_per_seq)
+    sizes = region_sizes(limits, max_in, max_out, total_gib << 30, 132)
+    assert 0 < sum(sizes.values()) < RESERVE_SHARE * (total_gib << 30)

@@ -12,7 +12,8 @@ from lamina.spec.model import LayerRange, ModelSpec
 from lamina.spec.placement import StageSettings
 from lamina.spec.quant import GgmlType
 
-# Left free on each device beyond what is counted: allocator slack, and what other programs take meanwhile.
+# Left free on each device beyond what is counted: the backend's workspace (which only the worker knows), allocator
+# slack, and what other programs take meanwhile.
 RESERVE_SHARE = 0.05
 
 
