@@ -1,6 +1,15 @@
 #include "pool.h"
 
+#include <chrono>
 #include <system_error>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+#endif
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -23,6 +32,24 @@ inline void pause_briefly() {
 #endif
 }
 
+// What std::atomic::wait and notify_all are in C++20; this library asks for C++17 only.
+inline void park(const std::atomic<uint32_t>& word, uint32_t old) {
+#if defined(__linux__)
+  static_assert(sizeof(word) == sizeof(uint32_t), "a futex is a plain word");
+  syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
+#else
+  if (word.load() == old) std::this_thread::sleep_for(std::chrono::microseconds(100));
+#endif
+}
+
+inline void wake_all(const std::atomic<uint32_t>& word) {
+#if defined(__linux__)
+  syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#else
+  static_cast<void>(word);  // who is parked there polls
+#endif
+}
+
 }  // namespace
 
 Wait wait_for_change(const std::atomic<uint32_t>& word, uint32_t old, std::atomic<uint32_t>& parked,
@@ -42,7 +69,7 @@ Wait wait_for_change(const std::atomic<uint32_t>& word, uint32_t old, std::atomi
   // The changer stores the word and then reads `parked`; both sequentially consistent, so one of the two sees the
   // other.
   parked.fetch_add(1);
-  while (word.load() == old) word.wait(old);
+  while (word.load() == old) park(word, old);
   parked.fetch_sub(1);
   return Wait::kParked;
 }
@@ -54,7 +81,7 @@ Wait Barrier::wait(const LongWait* on_long_wait) {
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads) {
     arrived_.store(0, std::memory_order_relaxed);
     phase_.store(phase + 1);
-    if (parked_.load() != 0) phase_.notify_all();
+    if (parked_.load() != 0) wake_all(phase_);
     return Wait::kSpun;
   }
   return wait_for_change(phase_, phase, parked_, on_long_wait);
@@ -73,7 +100,7 @@ Pool::Pool(int num_threads, bool pin) : placement_(num_threads), pin_(pin) {
 
 Pool::~Pool() {
   region_.store(kStop);
-  region_.notify_all();
+  wake_all(region_);
   for (std::thread& thread : threads_) thread.join();
 }
 
@@ -91,7 +118,7 @@ Wait Pool::run(int num_threads, Task task, void* argument) {
   barrier_.reset(num_threads);
   const uint32_t count = (region_.load(std::memory_order_relaxed) >> 8) + 1;
   region_.store(((count == 0x1000000 ? 1 : count) << 8) | static_cast<uint32_t>(num_threads));
-  if (parked_.load() != 0) region_.notify_all();
+  if (parked_.load() != 0) wake_all(region_);
   placement_.note(0);
   task(argument, 0, num_threads);
   return barrier(0);
