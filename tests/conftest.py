@@ -1,6 +1,7 @@
 """What holds for every test: one thread for numpy's BLAS (test machines are shared), the same examples in every run."""
 
 import os
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 
@@ -29,3 +30,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+# What LAMINA_REQUIRE names must be there: a skip for its sake is then a failure, so that CI cannot be green without it.
+_LACKS = {"native": ("native library is not built", "native CPU library is not built"), "chromium": ("no Chromium",)}
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Turn skips for a required thing's sake into failures."""
+    outcome = yield
+    report = outcome.get_result()
+    required = [word for word in os.environ.get("LAMINA_REQUIRE", "").split(",") if word]
+    reason = str(report.longrepr)
+    if report.skipped and any(lack in reason for word in required for lack in _LACKS[word]):
+        report.outcome = "failed"
