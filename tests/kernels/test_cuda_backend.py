@@ -11,7 +11,7 @@ from lamina.kernels.cuda.backend import CudaBackend
 from lamina.kernels.cuda.device import KernelCall, ProductCall
 from lamina.kernels.cuda.graph import bucket_of
 from lamina.kernels.cuda.kv_pages import key_order, value_order
-from lamina.kernels.cuda.linear_plan import choose_warps
+from lamina.kernels.cuda.linear_plan import choose_warps, fits
 from lamina.kernels.cuda.policy import GraphMode
 from lamina.spec.quant import GgmlType
 from support import op_oracle
@@ -259,6 +259,9 @@ def test_warps_and_splits_fill_the_card() -> None:
     assert choose_warps(224, 74, (14, 2), 132) == 13
     assert choose_warps(224, 74, (8, 2), 132) == 8
     assert choose_warps(3, 1, (14, 2), 132) == 1
+    assert fits(288, 7, (12, 2), 132)
+    assert not fits(224, 14, (12, 2), 132)  # a block too large for these bounds
+    assert not fits(2368, 3, (12, 2), 132)
     assert [choose_splits(units, 132) for units in (1, 4, 32, 256)] == [32, 32, 4, 1]
 
 

@@ -18,7 +18,7 @@ ARCHITECTURES = (75, 80, 86, 89, 90, 120) if os.environ.get("LAMINA_TEST_ALL_GPU
 LINEAR = {"FORMAT": "Q4_K", "FORMAT_B": "Q6_K", "MAX_WARPS": 8, "MIN_BLOCKS": 2}
 
 PROGRAMS = (
-    program("linear_row.cu", "linear", RAW=1, **LINEAR),
+    program("linear_row.cu", "linear", **LINEAR),
     program("linear_rows.cu", "linear", COLUMN_TILES=2, **LINEAR),
     program("linear_dp4a.cu", "linear", COLUMNS=2, **LINEAR),
     program("dequantise.cu", "dequantise", FORMAT="Q5_K"),

@@ -69,12 +69,11 @@ def plan_gated_linear(planner: Planner, x: Buffer, weight: Weight, out: Buffer, 
 def _multiply(planner: Planner, x: Buffer, weight: Weight, out: Buffer, rows: Rows, flags: int) -> None:
     stored, form = storage_of(weight), planner.form_for(rows.capacity)
     packed = [part for part in stored.parts if isinstance(part, PackedPart)]
-    raw = _takes_raw_row(planner, packed, x, rows, form)
-    if packed and not raw:
+    if packed:
         planner.prepare(x, rows, form)
     if form.kind == BYTES:
         for i in range(0, len(packed), 2):
-            _byte_linear(planner, stored, packed[i : i + 2], x, out, rows, form, flags, raw=raw)
+            _byte_linear(planner, stored, packed[i : i + 2], x, out, rows, form, flags)
     for part in stored.parts:
         if isinstance(part, PackedPart) and form.kind == BYTES:
             continue
@@ -89,12 +88,6 @@ def _multiply(planner: Planner, x: Buffer, weight: Weight, out: Buffer, rows: Ro
 # -- few rows
 
 
-def _takes_raw_row(planner: Planner, parts: list[PackedPart], x: Buffer, rows: Rows, form: Form) -> bool:
-    """Whether the one-row kernel should round the activations itself: nobody has, and they are aligned to 16 bytes."""
-    one_row = form.slots == 1 and planner.has_byte_mma and all(part.format.type is not GgmlType.Q2_K for part in parts)
-    return one_row and address_of(x) % 16 == 0 and not planner.is_prepared(x, rows, form)
-
-
 def _byte_linear(
     planner: Planner,
     stored: CudaWeight,
@@ -104,21 +97,20 @@ def _byte_linear(
     rows: Rows,
     form: Form,
     flags: int,
-    *,
-    raw: bool,
 ) -> None:
     """One launch for one or two packed parts."""
+    num_groups = sum(part.num_groups for part in parts)
+    num_spans = ceil_div(parts[0].num_chunks, 4)
+    num_multiprocessors = planner.device.num_multiprocessors
     file, defines, bounds = _byte_kernel(planner, parts, form.slots)
-    if file == "linear_row.cu":
-        defines["RAW"] = int(raw)
+    warps = choose_warps(num_groups, num_spans, bounds, num_multiprocessors)
+    if file == "linear_row.cu" and fits(num_groups, warps, _ROW_BOUNDS_OF_SMALL, num_multiprocessors):
+        bounds = _ROW_BOUNDS_OF_SMALL
     defines |= {"FORMAT": parts[0].format.name, "MAX_WARPS": bounds[0], "MIN_BLOCKS": bounds[1]}
     if len(parts) == 2:
         defines["FORMAT_B"] = parts[1].format.name
     first, second = (_part_args(stored, part) for part in (parts[0], parts[-1]))
-    num_groups = sum(part.num_groups for part in parts)
-    num_spans = ceil_div(parts[0].num_chunks, 4)
-    warps = choose_warps(num_groups, num_spans, bounds, planner.device.num_multiprocessors)
-    codes, scales, *_ = (0, address_of(x)) if raw else planner.target(rows, x.num_columns, form)
+    codes, scales, *_ = planner.target(rows, x.num_columns, form)
     planner.call(
         program(file, "linear", **defines),
         (num_groups, 1, 1),
@@ -129,7 +121,7 @@ def _byte_linear(
         scales,
         rows.count_address,
         address_of(out),
-        x.num_columns if raw else form.slots,
+        form.slots,
         parts[0].num_chunks,
         out.row_stride,
         flags,
@@ -164,6 +156,12 @@ def choose_warps(num_groups: int, num_spans: int, bounds: tuple[int, int], num_m
 
     best = min(range(min(max_warps, num_spans), 0, -1), key=cost)
     return ceil_div(num_spans, ceil_div(num_spans, best))
+
+
+def fits(num_groups: int, warps: int, bounds: tuple[int, int], num_multiprocessors: int) -> bool:
+    """Whether all blocks of a kernel with these launch bounds are on the card at once."""
+    max_warps, min_blocks = bounds
+    return warps <= max_warps and num_groups <= max_warps * min_blocks // warps * num_multiprocessors
 
 
 def _part_args(stored: CudaWeight, part: PackedPart) -> tuple[int, ...]:

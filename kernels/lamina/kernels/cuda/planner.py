@@ -150,19 +150,16 @@ class Planner:
         self._prepared = _Prepared(memory_of(out), out.offset, out.num_columns, rows.count_address, form)
         return self.target(rows, out.num_columns, form)
 
-    def is_prepared(self, x: Buffer, rows: Rows, form: Form) -> bool:
-        """Whether the activation regions hold x in this form."""
-        return self._prepared == _Prepared(memory_of(x), x.offset, x.num_columns, rows.count_address, form)
-
     def prepare(self, x: Buffer, rows: Rows, form: Form) -> None:
         """Have the activation regions hold x in this form."""
-        if form.kind == NONE or self.is_prepared(x, rows, form):
+        wanted = _Prepared(memory_of(x), x.offset, x.num_columns, rows.count_address, form)
+        if self._prepared == wanted or form.kind == NONE:
             return
         target = self.target(rows, x.num_columns, form)
         blocks = ceil_div(ceil_div(x.num_columns, 128) * 32, BLOCK)
         grid = (blocks, rows.capacity, 1)
         self.call(program("rows.cu", "prepare"), grid, BLOCK, address_of(x), x.row_stride, rows.count_address, *target)
-        self._prepared = _Prepared(memory_of(x), x.offset, x.num_columns, rows.count_address, form)
+        self._prepared = wanted
 
     def activation_matrix(self, x: Buffer, rows: Rows) -> Matrix:
         """x as the left operand of a matrix product, in the form that `prepare` made."""

@@ -4,9 +4,6 @@
 // the weights of block b with B has the wanted dot product in column b, which lane t = b / 2 of each quad keeps: every
 // lane then scales the two blocks 2t and 2t + 1 for its two rows, and nothing is done twice. Formats with a scale per
 // 16 values do this with two sets of eight half-blocks.
-//
-// RAW: activations are the float32 row itself (at Problem::scales, of `slots` columns), and every warp rounds its share
-// as `hand_over` would: cheaper than a launch of its own for what no norm has prepared.
 #include "linear.cuh"
 
 constexpr int WIDTH = 1, SPAN_CHUNKS = 4;
@@ -26,28 +23,6 @@ struct Codes {
     DEVICE void chunk(int index, u32 (&a)[8]) const { units[index / F::CHUNKS].codes(index % F::CHUNKS, a); }
 };
 
-// Columns column .. column + 3 of the row, zeros beyond its end.
-DEVICE float4 raw_quad(const Problem& p, int column) {
-    return column < p.slots ? *reinterpret_cast<const float4*>(p.scales + column) : make_float4(0.f, 0.f, 0.f, 0.f);
-}
-
-DEVICE float largest_of(const float4& x) { return fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))); }
-
-// Four int8 codes; adds them to sum.
-DEVICE u32 rounded(const float4& x, float inverse, int& sum) {
-    const int q0 = __float2int_rn(x.x * inverse), q1 = __float2int_rn(x.y * inverse);
-    const int q2 = __float2int_rn(x.z * inverse), q3 = __float2int_rn(x.w * inverse);
-    sum += q0 + q1 + q2 + q3;
-    return (q0 & 255) | (q1 & 255) << 8 | (q2 & 255) << 16 | static_cast<u32>(q3 & 255) << 24;
-}
-
-// The largest of the 4 << spread lanes that share a block.
-DEVICE float largest_in_block(float largest, int spread) {
-    for (int step = 1; step < 4 << spread; step *= 2)
-        largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, step));
-    return largest;
-}
-
 // One scale per 32 values.
 template <class F, int SCALE_VALUES = F::SCALE_VALUES>
 struct Span {
@@ -63,31 +38,12 @@ struct Span {
     }
     DEVICE void load_activations(const Problem& p, int first_chunk, int lane) {
         const int g = lane / 4, t = lane % 4;
-        if constexpr (RAW) {
-            round_activations(p, first_chunk * 64 + g * 32 + 4 * t, t);
-            return;
-        }
         const bool has_x = F::CHUNKS == 4 || first_chunk + g / 2 < p.chunks;
         const bool has_meta = F::CHUNKS == 4 || first_chunk + t < p.chunks;
         x = make_uint2(0, 0);
         meta = make_float4(0.f, 0.f, 0.f, 0.f);
         if (has_x) x = *reinterpret_cast<const uint2*>(p.codes + (first_chunk + g / 2) * 64 + t * 16 + g % 2 * 8);
         if (has_meta) meta = *reinterpret_cast<const float4*>(p.scales + (first_chunk + t) * 4);
-    }
-    // From the row: block g, this lane's columns `column` .. and `column` + 16 ..
-    DEVICE void round_activations(const Problem& p, int column, int t) {
-        const float4 low = raw_quad(p, column), high = raw_quad(p, column + 16);
-        const float largest = largest_in_block(fmaxf(largest_of(low), largest_of(high)), 0);
-        const float inverse = largest > 0.f ? 127.f / largest : 0.f, d = largest / 127.f;
-        int sum = 0;
-        x.x = rounded(low, inverse, sum);
-        x.y = rounded(high, inverse, sum);
-        sum += __shfl_xor_sync(FULL_WARP, sum, 1);
-        sum += __shfl_xor_sync(FULL_WARP, sum, 2);
-        meta.x = __shfl_sync(FULL_WARP, d, 8 * t);
-        meta.y = __shfl_sync(FULL_WARP, d * sum, 8 * t);
-        meta.z = __shfl_sync(FULL_WARP, d, 8 * t + 4);
-        meta.w = __shfl_sync(FULL_WARP, d * sum, 8 * t + 4);
     }
     DEVICE void add(int lane, float (&total)[2]) const {
         const int t = lane % 4;
@@ -134,14 +90,6 @@ struct Span<F, 16> {
 #pragma unroll
         for (int set = 0; set < 2; set++) {
             const int chunk = first_chunk + 2 * set;
-            if constexpr (RAW) {
-                const float4 quad = raw_quad(p, chunk * 64 + g * 16 + 4 * t);
-                const float largest = largest_in_block(largest_of(quad), 1);
-                int sum = 0;
-                x[set] = rounded(quad, largest > 0.f ? 127.f / largest : 0.f, sum);
-                d[set] = __shfl_sync(FULL_WARP, largest / 127.f, 8 * t);
-                continue;
-            }
             x[set] = *reinterpret_cast<const u32*>(p.codes + (chunk + g / 4) * 64 + t * 16 + g % 4 * 4);
             d[set] = p.scales[(chunk + t / 2) * 4 + t % 2 * 2];
         }
