@@ -4,12 +4,13 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 from lamina.coordinator.cluster.client import LoadProgress, StageLoaded, WorkerClient
 from lamina.rpc_worker.daemon import Daemon
-from lamina.spec.errors import LaminaError, StaleEpoch, Unavailable
+from lamina.spec.errors import InvalidConfig, LaminaError, StaleEpoch, Unavailable
 from lamina.spec.gguf import read_gguf
 from lamina.spec.placement import Placement
 from lamina.v1 import worker_pb2 as wpb
@@ -264,5 +265,18 @@ def test_impossible_requests(model: TinyModel, change: dict[str, object], kind: 
             assert dict(await call.trailing_metadata() or ()).get(ERROR_KEY) == kind
             assert used_bytes(a) == 0
             await channel.close()
+
+    run_scene(scene)
+
+
+def test_frames_that_no_message_holds(model: TinyModel) -> None:
+    """Refused before a byte is read, where the stage has a neighbour; a model on one stage sends none."""
+    settings = replace(SETTINGS, max_rows=2**18 + 1)  # of 64 float32 values
+
+    async def scene() -> None:
+        async with running_worker("a") as a, Cluster.over(model, a, settings=settings) as cluster:
+            with pytest.raises(InvalidConfig, match=r"262145 rows x 64 f32 .* a --max-rows of at most 262144$"):
+                await load(cluster, cluster.placement("p", 1, (2,), ("a", "a")))
+            assert used_bytes(a) == 0
 
     run_scene(scene)

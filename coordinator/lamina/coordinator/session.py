@@ -23,6 +23,7 @@ from lamina.spec.errors import InvalidConfig, InvalidSplit
 from lamina.spec.ids import Epoch, PlacementId, WorkerName
 from lamina.spec.model import LayerRange
 from lamina.spec.placement import Placement, StageSettings, StageSpec, check_tiling
+from lamina.wire.frames import check_frames_fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ async def dial_all(addresses: Sequence[Address]) -> list[WorkerClient]:
 
 
 def choose_split(model: ModelFile, settings: SessionSettings, workers: Sequence[WorkerClient]) -> tuple[StagePlan, ...]:
-    """The stages in order. Raises InvalidSplit or CapacityExceeded with numbers; nothing is adjusted silently."""
+    """The stages in order. Raises InvalidSplit, InvalidConfig or CapacityExceeded with numbers; nothing is adjusted silently."""
     demand = Demand(model.spec, model.tensors, settings.stage, settings.num_tokens)
     devices = [device for worker in workers for device in worker.profile.devices]
     ranges = settings.split.ranges
@@ -119,6 +120,8 @@ def choose_split(model: ModelFile, settings: SessionSettings, workers: Sequence[
     elif len(ranges) > len(devices):
         raise InvalidSplit(f"--split names {len(ranges)} ranges, the workers have {len(devices)} devices")
     check_tiling(model.spec.num_layers, ranges)
+    if len(ranges) > 1:
+        check_frames_fit(settings.stage, model.spec.hidden)
     stages = plan_stages(demand, devices[: len(ranges)], ranges)
     check_fits(stages)
     return stages

@@ -6,9 +6,10 @@ import grpc
 
 from lamina.spec.address import Address
 from lamina.spec.errors import WorkerUnreachable
+from lamina.wire.frames import MAX_PAYLOAD_BYTES
 
 CONNECT_DEADLINE_S = 5.0
-MAX_MESSAGE_BYTES = 64 * 2**20  # a frame of 2,048 rows x 8,192 float32 values; every message is capped
+MAX_MESSAGE_BYTES = MAX_PAYLOAD_BYTES + 64 * 2**10  # every message is capped; around a payload there is little
 
 Options = list[tuple[str, int | str]]
 

@@ -3,17 +3,30 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.spec.errors import InvalidPlan
+from lamina.spec.errors import InvalidConfig, InvalidPlan
+from lamina.spec.placement import StageSettings
 from lamina.spec.step import StepPlan
 from lamina.v1 import step_pb2 as pb
 
 _CODES = {"f32": pb.FRAME_DTYPE_F32, "bf16": pb.FRAME_DTYPE_BF16, "f16": pb.FRAME_DTYPE_F16}
 _ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+MAX_PAYLOAD_BYTES = 64 * 2**20  # of a frame: 2,048 rows x 8,192 float32 values
 
 
 def frame_bytes(rows: int, hidden: int, wire_dtype: str) -> int:
     """Payload size of a frame."""
     return rows * hidden * _ITEM_BYTES[wire_dtype]
+
+
+def check_frames_fit(settings: StageSettings, hidden: int) -> None:
+    """Raise InvalidConfig if the largest step's frame would exceed what a message may have; for two stages or more."""
+    num_bytes = frame_bytes(settings.max_rows, hidden, settings.wire_dtype)
+    if num_bytes > MAX_PAYLOAD_BYTES:
+        fitting = MAX_PAYLOAD_BYTES // frame_bytes(1, hidden, settings.wire_dtype)
+        raise InvalidConfig(
+            f"a step of {settings.max_rows} rows x {hidden} {settings.wire_dtype} values is {num_bytes} bytes between"
+            f" stages, a message holds {MAX_PAYLOAD_BYTES}; use a --max-rows of at most {fitting}"
+        )
 
 
 def encode_frame(plan: StepPlan, hidden_state: NDArray[np.float32], wire_dtype: str) -> pb.Frame:

@@ -19,6 +19,7 @@ from lamina.spec.ids import PlacementId
 from lamina.spec.model import LayerRange, ModelSpec
 from lamina.spec.placement import StageSettings
 from lamina.v1 import step_pb2 as pb
+from lamina.wire.frames import check_frames_fit
 
 _log = logging.getLogger(__name__)
 _RESERVED_S = 300.0  # between a stage's load and its Steps stream lie the slowest other stage's load and the linking
@@ -80,7 +81,8 @@ class StageRegistry:
         """Load or adopt a stage; one load at a time per worker.
 
         `progress(done, total)` is called on the loop. Stages that nobody controls give way first. Raises
-        InvalidCheckpoint, InvalidSplit, UnsupportedModel, CapacityExceeded, InvalidRequest, StaleEpoch, Unavailable.
+        InvalidCheckpoint, InvalidSplit, InvalidConfig, UnsupportedModel, CapacityExceeded, InvalidRequest, StaleEpoch,
+        Unavailable.
         """
         if not 0 <= request.device < len(self._devices):
             have = f"{len(self._devices)} device(s)"
@@ -94,6 +96,8 @@ class StageRegistry:
             path = find_model(request.model_path, self._settings.model_folders)
             model = await asyncio.to_thread(open_model, path, request.model_digest)
             _check_ends(request, model.spec)
+            if request.key.num_stages > 1:
+                check_frames_fit(request.settings, model.spec.hidden)
             await self._evict(request)
             return await self._load_new(request, model, progress)
 

@@ -8,12 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lamina.spec.errors import InvalidPlan
+from lamina.spec.errors import InvalidConfig, InvalidPlan
 from lamina.spec.ids import Epoch, SeqId, StepId
-from lamina.spec.placement import WIRE_DTYPES
+from lamina.spec.placement import WIRE_DTYPES, StageSettings
 from lamina.spec.step import SeqSlice, StepPlan, Tokens
 from lamina.v1 import step_pb2 as pb
-from lamina.wire.frames import check_frame, check_frame_size, decode_frame, encode_frame, frame_bytes
+from lamina.wire.channel import MAX_MESSAGE_BYTES
+from lamina.wire.frames import (
+    MAX_PAYLOAD_BYTES,
+    check_frame,
+    check_frame_size,
+    check_frames_fit,
+    decode_frame,
+    encode_frame,
+    frame_bytes,
+)
 
 F32 = NDArray[np.float32]
 PLAN = StepPlan(Epoch(2), StepId(7), (SeqSlice(SeqId(0), 0, 3, Tokens((1, 2, 3)), ((),), True),))
@@ -144,3 +153,19 @@ def test_a_frame_before_its_plan_is_held_to_the_placement(change: dict[str, obje
         setattr(frame, name, value)
     with pytest.raises(InvalidPlan, match="frame of step 7"):
         check_frame_size(frame, 8, HIDDEN, "f32")
+
+
+@pytest.mark.parametrize(("wire_dtype", "most"), [("f32", 2048), ("bf16", 4096), ("f16", 4096)])
+def test_the_largest_frame_fits_a_message(wire_dtype: str, most: int) -> None:
+    """One row more than fits is refused before anything is loaded, with the number that fits."""
+    check_frames_fit(StageSettings(max_rows=most, wire_dtype=wire_dtype), 8192)
+    with pytest.raises(InvalidConfig, match=f"{most + 1} rows x 8192 {wire_dtype} .*a --max-rows of at most {most}$"):
+        check_frames_fit(StageSettings(max_rows=most + 1, wire_dtype=wire_dtype), 8192)
+
+
+def test_a_full_payload_and_what_is_around_it_fit_a_message() -> None:
+    """64 MiB of values at the largest numbers of every other field."""
+    frame = pb.Frame(epoch=2**32 - 1, step=2**32 - 1, dtype=pb.FRAME_DTYPE_F32, rows=2**31 - 1, hidden=2**31 - 1)
+    frame.payload = bytes(MAX_PAYLOAD_BYTES)
+    message = pb.FramesRequest(frame=frame)
+    assert MAX_PAYLOAD_BYTES < message.ByteSize() <= MAX_MESSAGE_BYTES
