@@ -17,6 +17,7 @@ from lamina.coordinator.api.app import create_app
 from lamina.coordinator.api.served_model import ServedModel
 from lamina.coordinator.api.service import InferenceService
 from lamina.coordinator.api.state import Draining, Loading, Lost, Ready, StageProgress
+from lamina.coordinator.cli.announcement import announcement
 from lamina.coordinator.cli.http_server import HttpServer, address_of, bind
 from lamina.coordinator.cli.options import is_interactive
 from lamina.coordinator.cli.progress import LoadBars, split_table
@@ -27,7 +28,6 @@ from lamina.coordinator.model_file import ModelFile
 from lamina.coordinator.planner.memory import StagePlan
 from lamina.coordinator.session import Report, Session, SessionSettings, addresses_of, open_session
 from lamina.coordinator.telemetry.metrics import Metrics
-from lamina.spec.address import Address
 from lamina.spec.errors import LaminaError, StaleEpoch, Unavailable, WorkerLost, WorkerUnreachable
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ async def serve(model: ModelFile, session: SessionSettings, settings: ServeSetti
     console = Console(stderr=True, width=None if is_interactive() else 110)
     keeper = _Keeper(model, session, service, console)
     joins = None if addresses_of(session) else await JoinServer.start(settings.join_listen)
-    _announce(console, settings, address_of(bound), joins)
+    for line in announcement(settings.model_name, address_of(bound), joins.address if joins else None):
+        console.print(line, highlight=False, soft_wrap=True)
     serving = asyncio.create_task(server.run_on_socket())
     keeping = asyncio.create_task(keeper.keep(joins, settings.num_workers))
     watching = asyncio.create_task(service.cluster.run())
@@ -166,19 +167,3 @@ def _install_signal_handlers(stop: asyncio.Event, hurry: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-
-
-def _announce(console: Console, settings: ServeSettings, bound: Address, joins: JoinServer | None) -> None:
-    """The lines to paste elsewhere."""
-    url = f"http://{bound}"
-    lines = [f"{settings.model_name} at {url}, OpenAI base URL {url}/v1"]
-    lines.append(f"  page:            {url}/")
-    lines.append(f"  chat:            coordinator chat --url {url}")
-    lines.append(f"  state:           coordinator status --url {url}")
-    if joins is not None:
-        port = joins.address.port
-        host = joins.address.host if joins.address.is_loopback else "THIS-HOST"
-        listen = "" if joins.address.is_loopback else " --listen 0.0.0.0:50051 --insecure"
-        lines.append(f"  add a worker:    rpc-worker --device cpu{listen} --join {host}:{port}")
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
