@@ -34,6 +34,7 @@ _NO_PART = (0, 0, 0, 0, 0, 0)
 # Launch bounds of the kernels on packed weights: most warps of a block, blocks that registers must suffice for.
 # Chosen by the compiler's register counts and by measurement on an H200; see benchmarks/cuda_backend.py.
 _ROW_BOUNDS = (14, 2)
+_ROW_BOUNDS_OF_SMALL = (12, 2)  # more registers, where the card holds all blocks at once even so
 _DP4A_BOUNDS = (16, 2)
 _ROWS_BOUNDS = {8: (8, 2), 16: (8, 2), 32: (8, 2), 64: (4, 2)}  # by activation slots
 _WARPS_TO_FILL = 20  # of a multiprocessor, so that enough bytes are under way
