@@ -98,7 +98,10 @@ async def dial_all(addresses: Sequence[Address]) -> list[WorkerClient]:
 
 
 def choose_split(model: ModelFile, settings: SessionSettings, workers: Sequence[WorkerClient]) -> tuple[StagePlan, ...]:
-    """The stages in order. Raises InvalidSplit, InvalidConfig or CapacityExceeded with numbers; nothing is adjusted silently."""
+    """The stages in order; nothing is adjusted silently.
+
+    Raises InvalidSplit, InvalidConfig or CapacityExceeded, with numbers.
+    """
     demand = Demand(model.spec, model.tensors, settings.stage, settings.num_tokens)
     devices = [device for worker in workers for device in worker.profile.devices]
     ranges = settings.split.ranges
