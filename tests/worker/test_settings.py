@@ -51,3 +51,33 @@ def test_threads_are_shown_as_they_are() -> None:
         assert profile.threads == 2
         assert "thread" not in profile.kernel
     backend.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (("--join", "192.0.2.7:50050"), "127.0.0.1:50051"),
+        (("--join", "head:50050", "--listen", "[::1]:6000"), "[::1]:6000"),
+        (("--join", "head:50050", "--listen", "0.0.0.0:1", "--insecure", "--advertise", "localhost:1"), "localhost:1"),
+    ],
+)
+def test_a_remote_coordinator_needs_an_address_that_it_can_reach(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], shown: str
+) -> None:
+    """It would wait for ever for a worker that dialled it, registered, and cannot be dialled back."""
+    with pytest.raises(SystemExit):
+        settings_of(monkeypatch, *options)
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"cannot reach this worker at {shown}; use --listen HOST:PORT with an address it can reach" in said
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--join", "127.0.0.1:50050"),
+        ("--join", "head:50050", "--listen", "0.0.0.0:50051", "--insecure"),
+        ("--join", "head:50050", "--advertise", "tunnel:50051"),
+    ],
+)
+def test_joins_that_can_work(monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]) -> None:
+    assert settings_of(monkeypatch, *options).join is not None

@@ -50,6 +50,11 @@ async def abort(context: grpc.aio.ServicerContext, error: errors.LaminaError) ->
     await context.abort(status_of(error), details)
 
 
+def is_deliberate(rpc: grpc.aio.AioRpcError) -> bool:
+    """Whether the peer said so through `abort`; otherwise the transport failed, or something else answered."""
+    return ERROR_KEY in dict(rpc.trailing_metadata() or ())
+
+
 def error_from_rpc(rpc: grpc.aio.AioRpcError, who: str) -> errors.LaminaError:
     """The typed error behind a failed RPC to `who`; transport failures become WorkerUnreachable or WorkerLost."""
     named = dict(rpc.trailing_metadata() or ()).get(ERROR_KEY)

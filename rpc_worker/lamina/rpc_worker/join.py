@@ -10,7 +10,7 @@ from lamina.v1 import cluster_pb2 as cpb
 from lamina.v1 import cluster_pb2_grpc
 from lamina.wire.channel import channel_options
 from lamina.wire.profiles import version_from_message, version_to_message
-from lamina.wire.status import error_from_rpc
+from lamina.wire.status import error_from_rpc, is_deliberate
 from lamina.wire.version import check_peer, own_version
 
 RETRY_S = 2.0
@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 async def stay_joined(coordinator: Address, worker: str, reachable_at: Address) -> None:
     """Register and keep the registration alive until cancelled; then leave.
 
-    An unreachable coordinator is tried again for ever, with one log line per outage. Raises VersionMismatch or what
-    else the coordinator refuses the worker for.
+    What the coordinator refuses the worker for is raised: VersionMismatch, InvalidConfig. Every other failure, of the
+    network or of whatever answers in the coordinator's place, is tried again for ever, with one log line per outage.
     """
     channel = grpc.aio.insecure_channel(str(coordinator), options=channel_options())
     stub = cluster_pb2_grpc.ClusterStub(channel)
@@ -35,10 +35,11 @@ async def stay_joined(coordinator: Address, worker: str, reachable_at: Address) 
                 silent = False
                 await _beat(stub, worker, heartbeat_s)
             except grpc.aio.AioRpcError as error:
-                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                if is_deliberate(error):
                     raise error_from_rpc(error, f"coordinator {coordinator}") from None
                 if not silent:
-                    _log.warning("coordinator %s does not answer, trying again", coordinator)
+                    reason = error.details() or error.code().name
+                    _log.warning("coordinator %s does not answer (%s), trying again", coordinator, reason)
                 silent = True
                 await asyncio.sleep(RETRY_S)
     finally:

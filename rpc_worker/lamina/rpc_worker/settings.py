@@ -31,6 +31,12 @@ class WorkerSettings:
                 f"--listen {self.listen} can be reached from other machines without authentication; "
                 "add --insecure to say that this network is trusted"
             )
+        reachable_at = self.advertise or self.listen
+        if self.join is not None and reachable_at.is_loopback and not self.join.is_loopback:
+            raise InvalidConfig(
+                f"--join {self.join} is on another machine, which cannot reach this worker at {reachable_at}; "
+                "use --listen HOST:PORT with an address it can reach, or --advertise"
+            )
         if self.num_threads is not None and self.num_threads < 1:
             raise InvalidConfig(f"--threads must be at least 1, or 0 for all usable cores, got {self.num_threads}")
 

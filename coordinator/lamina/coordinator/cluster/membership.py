@@ -83,9 +83,7 @@ class _ClusterService(cluster_pb2_grpc.ClusterServicer):
     async def Register(self, request: cpb.RegisterRequest, context: Context) -> cpb.RegisterResponse:  # noqa: N802
         try:
             check_peer(version_from_message(request.version), f"worker {request.worker}")
-            address = parse_address(request.address)
-            if address.host in _WILDCARDS:
-                address = Address(_peer_host(context.peer()), address.port)
+            address = _address_of(parse_address(request.address), _peer_host(context.peer()))
             self._membership.register(WorkerName(request.worker), address, time.monotonic())
         except LaminaError as error:
             await abort(context, error)
@@ -144,6 +142,18 @@ class JoinServer:
     async def close(self) -> None:
         """Stop listening."""
         await self._server.stop(0.5)
+
+
+def _address_of(said: Address, peer_host: str) -> Address:
+    """Where to dial a worker that calls from `peer_host`. Raises InvalidConfig if what it says is its own loopback."""
+    if said.host in _WILDCARDS:
+        return Address(peer_host, said.port)
+    if said.is_loopback and not Address(peer_host, said.port).is_loopback:
+        raise InvalidConfig(
+            f"a worker at {peer_host} cannot be reached at {said}, its own loopback; "
+            "start it with --listen HOST:PORT or --advertise"
+        )
+    return said
 
 
 def _peer_host(peer: str) -> str:
