@@ -3,6 +3,8 @@
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -16,7 +18,10 @@ TINY = ["--context", "256", "--parallel", "2"]
 
 
 def test_answers_while_nobody_is_there_then_serves_who_joins() -> None:
-    """503 loading from the first second; a worker that joins is used; status and devices show it."""
+    """503 loading from the first second; a worker that joins is used, one that joins after the split is said to idle.
+
+    `status` and `devices` show them.
+    """
     with running_server(str(MODEL), "--join-listen", "127.0.0.1:0", *TINY) as cluster:
         status, health = cluster.request("/health")
         assert (status, health["status"]) == (503, "loading")
@@ -33,6 +38,11 @@ def test_answers_while_nobody_is_there_then_serves_who_joins() -> None:
             assert "0-3" in shown.stdout
             listed = coordinator("devices", "--url", cluster.url, "--json")
             assert '"name": "w0"' in listed.stdout
+            with late_worker(join) as late:
+                told = cluster.server.wait_for(r"worker late at (\S+) holds no layers and idles")
+                assert told[1] == late.address
+                shown = coordinator("status", "--url", cluster.url)
+                assert f"idle: worker late at {late.address} holds no layers" in shown.stdout
             talk = coordinator("chat", "--url", cluster.url, "--max-tokens", "4", stdin="Hi\n/reset\nHi\n")
             assert talk.returncode == 0, talk.stderr
             assert len(talk.stdout.strip().splitlines()) >= 2
@@ -41,6 +51,17 @@ def test_answers_while_nobody_is_there_then_serves_who_joins() -> None:
         assert second.returncode == 2
         assert "choose another --port" in second.stderr
         assert "Traceback" not in second.stderr
+
+
+@contextmanager
+def late_worker(join: str) -> Iterator[WorkerProcess]:
+    """A worker that joins when the model has been split already."""
+    worker = WorkerProcess("late", "--join", join)
+    try:
+        worker.wait_until_ready()
+        yield worker
+    finally:
+        worker.stop()
 
 
 def test_a_lost_worker_is_named_and_its_return_serves_again() -> None:

@@ -8,6 +8,8 @@ from rich.table import Table
 
 from lamina.coordinator.cluster.client import LoadProgress, StageLoaded
 from lamina.coordinator.planner.memory import StagePlan
+from lamina.spec.address import Address
+from lamina.spec.ids import WorkerName
 
 _MIB = 2**20
 
@@ -47,6 +49,11 @@ def split_json(stages: Sequence[StagePlan]) -> list[dict[str, object]]:
         }
         for index, stage in enumerate(stages)
     ]
+
+
+def idle_line(name: WorkerName, address: Address) -> str:
+    """What to say of a worker without layers."""
+    return f"worker {name} at {address} holds no layers and idles"
 
 
 class LoadBars:

@@ -20,15 +20,17 @@ from lamina.coordinator.api.state import Draining, Loading, Lost, Ready, StagePr
 from lamina.coordinator.cli.announcement import announcement
 from lamina.coordinator.cli.http_server import HttpServer, address_of, bind
 from lamina.coordinator.cli.options import is_interactive
-from lamina.coordinator.cli.progress import LoadBars, split_table
+from lamina.coordinator.cli.progress import LoadBars, idle_line, split_table
 from lamina.coordinator.cli.serve_settings import ServeSettings
 from lamina.coordinator.cluster.client import LoadProgress, StageLoaded
-from lamina.coordinator.cluster.membership import JoinServer
+from lamina.coordinator.cluster.membership import HEARTBEAT_S, JoinServer
 from lamina.coordinator.model_file import ModelFile
 from lamina.coordinator.planner.memory import StagePlan
 from lamina.coordinator.session import Report, Session, SessionSettings, addresses_of, open_session
+from lamina.coordinator.telemetry.cluster_watch import idle_workers
 from lamina.coordinator.telemetry.metrics import Metrics
 from lamina.spec.errors import LaminaError, StaleEpoch, Unavailable, WorkerLost, WorkerUnreachable
+from lamina.spec.ids import WorkerName
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 2.0
@@ -99,7 +101,7 @@ class _Keeper:
                 members = await joins.wait_for(num_workers)
                 settings = replace(settings, workers=tuple(member.address for member in members))
             try:
-                await self._serve_once(settings)
+                await self._serve_once(settings, joins)
             except LaminaError as error:
                 if not self._has_served and not isinstance(error, _CURABLE):
                     raise
@@ -108,7 +110,7 @@ class _Keeper:
             self._service.cluster.lose_all()
             await asyncio.sleep(_RETRY_S)
 
-    async def _serve_once(self, settings: SessionSettings) -> None:
+    async def _serve_once(self, settings: SessionSettings, joins: JoinServer | None) -> None:
         """Open a session and serve until its pipeline ends, which it raises."""
         self._progress = {}
         async with AsyncExitStack() as stack:
@@ -116,7 +118,11 @@ class _Keeper:
                 opening = open_session(self._model, settings, self._show_split, self._report_to(show))
                 session = await stack.enter_async_context(opening)
             await self._take_over(session)
-            raise await session.engine.wait_for_failure()
+            watching = asyncio.create_task(self._watch_idle(session, joins))
+            try:
+                raise await session.engine.wait_for_failure()
+            finally:
+                watching.cancel()
 
     async def _take_over(self, session: Session) -> None:
         self._has_served = True
@@ -125,6 +131,19 @@ class _Keeper:
         await self._service.cluster.look()  # so that whoever asks next sees the stages
         self._set_state(Ready(session.engine))
         self._console.print("ready", highlight=False)
+
+    async def _watch_idle(self, session: Session, joins: JoinServer | None) -> None:
+        """For ever: say which workers hold no layers, those that join after the split among them."""
+        known = {client.profile.name: client.address for client in session.workers}
+        told: frozenset[WorkerName] = frozenset()
+        while True:
+            members = joins.membership.present(time.monotonic()) if joins is not None else ()
+            idle = idle_workers(session.pipeline.placement, known | {m.name: m.address for m in members})
+            for name in idle.keys() - told:
+                _log.warning("%s until the model is split anew, at the next start", idle_line(name, idle[name]))
+            told = frozenset(idle)
+            self._service.cluster.idle = idle
+            await asyncio.sleep(HEARTBEAT_S)
 
     def _show_split(self, stages: tuple[StagePlan, ...]) -> None:
         self._console.print(split_table(stages))

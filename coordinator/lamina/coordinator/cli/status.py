@@ -23,6 +23,8 @@ def show_status(client: ServerClient, *, as_json: bool) -> None:
     console.print(_load_line(cluster), highlight=False)
     if cluster["stages"]:
         console.print(_stage_table(cluster))
+    for worker in cluster["idle_workers"]:
+        console.print(f"idle: worker {worker['name']} at {worker['address']} holds no layers", highlight=False)
     for stage in cluster["state"].get("stages", ()):
         share = stage["done_bytes"] / stage["total_bytes"] if stage["total_bytes"] else 0.0
         console.print(f"loading stage {stage['stage']} on {stage['worker']}: {100 * share:.0f} %", highlight=False)

@@ -6,7 +6,7 @@ Owned by the coordinator's loop. Nothing here is on a token's path, nothing wait
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.core import GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -15,6 +15,7 @@ from lamina.coordinator.cluster.client import WorkerClient
 from lamina.spec.address import Address
 from lamina.spec.device import LoadedStage, WorkerProfile
 from lamina.spec.errors import LaminaError
+from lamina.spec.ids import WorkerName
 from lamina.spec.placement import Placement
 
 PERIOD_S = 2.0
@@ -32,6 +33,12 @@ class StageLook:
     steps_per_s: float
 
 
+def idle_workers(placement: Placement, known: Mapping[WorkerName, Address]) -> dict[WorkerName, Address]:
+    """Those of the known workers that hold no stage, in their order."""
+    used = {stage.device.worker for stage in placement.stages}
+    return {name: address for name, address in known.items() if name not in used}
+
+
 class ClusterWatch:
     """Follows the workers of one placement at a time."""
 
@@ -44,6 +51,7 @@ class ClusterWatch:
         self._is_up: dict[str, bool] = {}
         self._looks: dict[int, StageLook] = {}
         self._last_s = 0.0
+        self.idle: Mapping[WorkerName, Address] = {}  # workers without a stage, as whoever keeps the session sees them
 
     def follow(self, clients: Sequence[WorkerClient], placement: Placement, link_rtts_s: Sequence[float]) -> None:
         """Look at these from now on; `link_rtts_s` are the round trips of the edges in stage order."""
@@ -58,6 +66,7 @@ class ClusterWatch:
     def lose_all(self) -> None:
         """Nobody is followed any more; what was known last stays to be shown, not up until a worker answers anew."""
         self._clients = ()
+        self.idle = {}
         self._is_up = dict.fromkeys(self._is_up, False)
 
     async def run(self, period_s: float = PERIOD_S) -> None:
@@ -102,6 +111,7 @@ class ClusterWatch:
         return {
             "epoch": self._placement.epoch if self._placement else 0,
             "workers": [self._worker_object(profile) for profile in self._profiles.values()],
+            "idle_workers": [{"name": name, "address": str(address)} for name, address in self.idle.items()],
             "stages": [self._stage_object(index) for index in sorted(self._looks)],
             "links": [
                 {"from_stage": i, "to_stage": (i + 1) % len(self._link_rtts_s), "rtt_s": rtt_s}
