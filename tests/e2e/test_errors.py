@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lamina.spec.gguf import read_gguf
 from support.cluster import WorkerProcess, addresses, coordinator, running_workers
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_llama_tied.gguf"
@@ -145,6 +146,17 @@ def test_bad_split_file(workers: list[WorkerProcess], tmp_path: Path) -> None:
 )
 def test_bad_option(options: tuple[str, str], wanted: str) -> None:
     assert_one_line(coordinator("run", str(TINY), "a", *options), wanted)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_worker_without_a_range_is_named(workers: list[WorkerProcess], quiet: bool) -> None:
+    """No mistake that stops anything, but nobody should wonder why a machine does nothing."""
+    num_layers = read_gguf(TINY).metadata["llama.block_count"]
+    result = run_with(workers, TINY, "--split", f"0-{num_layers - 1}", "--max-tokens", "2", *["--quiet"] * quiet)
+    assert result.returncode == 0, result.stderr
+    told = f"worker w1 at {workers[1].address} holds no layers and idles: the split has no range for it"
+    assert (told in result.stderr) is not quiet
+    assert "worker w0 at" not in result.stderr
 
 
 def test_no_workers() -> None:

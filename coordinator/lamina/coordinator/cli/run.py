@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from lamina.coordinator.cli.options import is_interactive
-from lamina.coordinator.cli.progress import LoadBars, split_table
+from lamina.coordinator.cli.progress import LoadBars, idle_line, split_table
 from lamina.coordinator.engine.sequence import SequenceRequest
 from lamina.coordinator.model_file import ModelFile
 from lamina.coordinator.planner.memory import StagePlan
 from lamina.coordinator.session import Session, SessionSettings, open_session
+from lamina.coordinator.telemetry.cluster_watch import idle_workers
 from lamina.coordinator.text.detokenizer import Detokenizer
 from lamina.spec.errors import InvalidRequest, NumericalError
 from lamina.spec.sampling import SamplingParams
@@ -41,7 +42,15 @@ async def run(model: ModelFile, settings: SessionSettings, request: RunRequest) 
     async with AsyncExitStack() as stack:
         with LoadBars(console, quiet=request.quiet, interactive=is_interactive()) as report:
             session = await stack.enter_async_context(open_session(model, settings, show, report))
+        if not request.quiet:
+            _name_idle(session, console)
         await _answer(session, prompt_ids, request, console)
+
+
+def _name_idle(session: Session, console: Console) -> None:
+    known = {client.profile.name: client.address for client in session.workers}
+    for name, address in idle_workers(session.pipeline.placement, known).items():
+        console.print(f"{idle_line(name, address)}: the split has no range for it", highlight=False, soft_wrap=True)
 
 
 def encode_prompt(model: ModelFile, request: RunRequest) -> tuple[int, ...]:
