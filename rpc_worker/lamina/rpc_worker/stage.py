@@ -60,6 +60,8 @@ class Stage:
         self._model: StageModel | None = None
         self._tables = SequenceTables((), settings)
         self._sampler = Sampler(spec.vocab_size, grammars)
+        # 0, 1, 2, …: what index arrays are cut from, int32 [max(rows, seqs) + 1]
+        self._counting = np.arange(max(settings.max_rows, settings.max_seqs) + 1, dtype=np.int32)
         self.busy_s = 0.0
         self.num_steps = 0
 
@@ -192,27 +194,26 @@ class Stage:
         return StepLimits(s.max_rows, s.max_seqs, s.max_logit_rows, s.max_blocks_per_seq)
 
     def _arrays(self, ready: ReadyStep) -> StepArrays:
-        plan, block_tokens = ready.plan, self._settings.block_tokens
-        counts = np.array([piece.num_tokens for piece in plan.slices], np.int32)
-        row_starts = np.zeros(len(counts) + 1, np.int32)
-        np.cumsum(counts, out=row_starts[1:])
-        firsts = np.array([piece.pos for piece in plan.slices], np.int32)
-        seq_of_row = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(row_starts[-1], dtype=np.int32) + (firsts - row_starts[:-1])[seq_of_row]
+        slices, block_tokens = ready.plan.slices, self._settings.block_tokens
+        count = len(slices)
+        firsts = np.fromiter([piece.pos for piece in slices], np.int32, count)
+        if ready.plan.num_rows == count:  # decode: a row each; this path is most steps, and short
+            positions, row_starts, seq_of_row = firsts, self._counting[: count + 1], self._counting[:count]
+        else:
+            counts = np.fromiter([piece.num_tokens for piece in slices], np.int32, count)
+            row_starts = np.zeros(count + 1, np.int32)
+            np.cumsum(counts, out=row_starts[1:])
+            seq_of_row = np.repeat(self._counting[:count], counts)
+            positions = self._counting[: row_starts[-1]] + (firsts - row_starts[:-1])[seq_of_row]
         blocks, slots = [], []
         for group in range(len(self._spec.cache_groups)):
-            table = np.stack([self._tables.blocks_of(piece.seq, group) for piece in plan.slices])
+            table = np.array([self._tables.blocks_of(piece.seq, group) for piece in slices], np.int32)
             blocks.append(table)
             slots.append(table[seq_of_row, positions // block_tokens] * block_tokens + positions % block_tokens)
-        logit_rows = [int(row_starts[i + 1]) - 1 for i, piece in enumerate(plan.slices) if piece.want_logits]
+        wanted = np.fromiter([piece.want_logits for piece in slices], np.bool_, count)
+        logit_rows = (row_starts[1:] - 1)[wanted]
         return StepArrays(
-            positions=positions.astype(np.int32),
-            row_starts=row_starts,
-            slots=tuple(slot.astype(np.int32) for slot in slots),
-            blocks=tuple(blocks),
-            logit_rows=np.array(logit_rows, np.int32),
-            tokens=ready.tokens,
-            hidden=ready.hidden,
+            positions, row_starts, tuple(slots), tuple(blocks), logit_rows, tokens=ready.tokens, hidden=ready.hidden
         )
 
     def _check_fits(self, tensors: TensorIndex) -> None:
