@@ -11,6 +11,7 @@ from lamina.coordinator.cluster.client import LoadProgress
 from lamina.rpc_worker.daemon import Daemon
 from lamina.spec.errors import CapacityExceeded, InvalidCheckpoint, InvalidRequest, StaleEpoch, Unavailable
 from lamina.spec.model import LayerRange
+from lamina.spec.placement import StageSettings
 from lamina.v1 import step_pb2 as pb
 from lamina.v1 import worker_pb2_grpc
 from lamina.wire.channel import connect
@@ -196,6 +197,41 @@ def test_a_stage_that_is_about_to_be_controlled_is_kept(model: TinyModel) -> Non
             a.registry._clock = lambda: 1e12  # both coordinators were gone long ago
             await cluster.deploy(id_="r")
             assert {s.placement for s in await cluster.stages("a")} < {"p", "q", "r"}
+
+    run_scene(scene)
+
+
+def test_whatever_names_a_placement_keeps_its_stages(model: TinyModel) -> None:
+    """A sibling's load and the calls after it renew all stages; 30 s after the last, the coordinator counts as gone."""
+
+    async def scene() -> None:
+        async with running_worker("a") as a, Cluster.over(model, a) as cluster:
+            now = 0.0
+            a.registry._clock = lambda: now
+            worker = cluster.workers[next(iter(cluster.workers))]
+
+            async def load(id_: str, index: int, cuts: tuple[int, ...], settings: StageSettings) -> list[str]:
+                placement = cluster.placement(id_, 1, cuts, ("a",) * (len(cuts) + 1))
+                async for _ in worker.load_stage(
+                    placement, placement.stages[index], model.spec, str(model.path), settings
+                ):
+                    pass
+                return sorted(f"{s.placement}{s.stage}" for s in await cluster.stages("a"))
+
+            others = [replace(SETTINGS, max_context=context) for context in (32, 48, 64)]
+            await load("p", 0, (2,), SETTINGS)
+            now = 25
+            await load("p", 1, (2,), SETTINGS)
+            now = 50
+            assert await load("q", 0, (), others[0]) == ["p0", "p1", "q0"]
+            placement = cluster.placement("p", 1, (2,), ("a", "a"))
+            await worker.allocate_cache(placement, placement.stages[1], (8,))
+            now = 79
+            await worker.link_stage(placement, placement.stages[0], 1, worker.address)
+            now = 108
+            assert await load("r", 0, (), others[1]) == ["p0", "p1", "r0"]
+            now = 109
+            assert await load("s", 0, (), others[2]) == ["r0", "s0"]
 
     run_scene(scene)
 

@@ -22,7 +22,7 @@ from lamina.v1 import step_pb2 as pb
 from lamina.wire.frames import check_frames_fit
 
 _log = logging.getLogger(__name__)
-_RESERVED_S = 300.0  # between a stage's load and its Steps stream lie the slowest other stage's load and the linking
+_RESERVED_S = 30.0  # a coordinator that has said nothing of a placement for so long, and controls no stage, is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,10 @@ class LoadCancelled(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A stage in memory. Until `reserved_until_s` it is its own placement's, even while nobody controls it yet."""
+    """A stage in memory. Until `reserved_until_s` it is its own placement's, even while nobody controls it yet.
+
+    Whatever names the placement renews that, for all its stages here.
+    """
 
     runtime: StageRuntime
     reserved_until_s: float
@@ -75,6 +78,7 @@ class StageRegistry:
         if held is None:
             raise InvalidRequest(f"worker {self._settings.name} holds no stage {placement}#{index}; load it first")
         held.runtime.check_key(placement, epoch, index)
+        self._reserve(held.runtime.key.placement)
         return held.runtime
 
     async def load(self, request: LoadRequest, progress: Callable[[int, int], None]) -> StageRuntime:
@@ -87,6 +91,7 @@ class StageRegistry:
         if not 0 <= request.device < len(self._devices):
             have = f"{len(self._devices)} device(s)"
             raise InvalidRequest(f"worker {self._settings.name} has {have}, device {request.device} was asked for")
+        self._reserve(request.key.placement)
         async with self._loading:
             self._check_open(request.key)
             adopted = await self._adopt(request)
@@ -194,7 +199,15 @@ class StageRegistry:
         key = (runtime.key.placement, runtime.key.index)
         if key in self._stages:
             await self._free(key, "its placement has a new epoch")
-        self._stages[key] = _Held(runtime, self._clock() + _RESERVED_S)
+        self._stages[key] = _Held(runtime, 0)
+        self._reserve(runtime.key.placement)
+
+    def _reserve(self, placement: PlacementId) -> None:
+        """Keep the placement's stages for it from now on; others that load meanwhile neither adopt nor evict them."""
+        until_s = self._clock() + _RESERVED_S
+        for key, held in list(self._stages.items()):
+            if key[0] == placement:
+                self._stages[key] = _Held(held.runtime, until_s)
 
     async def _load_new(
         self, request: LoadRequest, model: OpenedModel, progress: Callable[[int, int], None]
