@@ -16,7 +16,7 @@ from lamina.spec.errors import InvalidCheckpoint, UnsupportedModel
 from lamina.spec.gguf_header import HeaderCursor, MetadataValue, ReadLimits
 from lamina.spec.quant import quant_format, row_bytes
 
-__all__ = ["GgufFile", "GgufPart", "MetadataValue", "ReadLimits", "read_gguf"]
+__all__ = ["GgufFile", "GgufPart", "MetadataValue", "NotGguf", "ReadLimits", "read_gguf"]
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -34,6 +34,10 @@ _FOREIGN_MAGICS = {
     b"tjgg": "GGJT, the format before GGUF",
     b"fmgg": "GGMF, the format before GGUF",
 }
+
+
+class NotGguf(InvalidCheckpoint):
+    """A file of another kind. The message shows how it begins, so it is for those who may read the file themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,7 @@ def _check_start(start: bytes, path: Path, file_bytes: int) -> int:
         kind = _FOREIGN_MAGICS.get(magic, f"it starts with {magic!a}")
         if start[8:9] == b"{":  # an 8-byte length, then JSON
             kind = "it looks like safetensors, which needs converting to GGUF"
-        raise InvalidCheckpoint(f"{path}: is not a GGUF file ({kind})")
+        raise NotGguf(f"{path}: is not a GGUF file ({kind})")
     if len(start) < 8:
         raise InvalidCheckpoint(f"{path}: truncated: {file_bytes} bytes, a GGUF header needs at least 24")
     version = int.from_bytes(start[4:8], "little")
