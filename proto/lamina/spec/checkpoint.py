@@ -75,12 +75,3 @@ class TensorIndex(Mapping[str, TensorInfo]):
 
     def __len__(self) -> int:
         return len(self._by_name)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._by_name)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all tensors as stored, without headers and padding."""
-        return sum(tensor.num_bytes for tensor in self._by_name.values())

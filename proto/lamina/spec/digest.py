@@ -1,4 +1,4 @@
-"""A cheap fingerprint of a model, and the full hash of a file. Reads files, interprets nothing."""
+"""A cheap fingerprint of a model. Reads files, interprets nothing."""
 
 import hashlib
 from pathlib import Path
@@ -47,12 +47,3 @@ def _update(digest: "hashlib._Hash", file: BinaryIO, path: Path, start: int, num
             raise InvalidCheckpoint(f"{path}: is shorter than when its header was read; it must not change under us")
         digest.update(chunk)
         num_bytes -= len(chunk)
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 (hex) of a whole file. Raises InvalidCheckpoint if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise InvalidCheckpoint(f"{path}: cannot be read: {error}") from error

@@ -20,14 +20,3 @@ class DeviceId:
 
     def __str__(self) -> str:
         return f"{self.worker}/{self.index}"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class StageId:
-    """One stage of one placement: `placement#index`, index counted from the embedding end."""
-
-    placement: PlacementId
-    index: int
-
-    def __str__(self) -> str:
-        return f"{self.placement}#{self.index}"

@@ -1,10 +1,9 @@
-"""The declarative model: what every layer computes, and the byte and flop arithmetic of a range of layers.
+"""The declarative model: what every layer computes, and which tensors a range of layers has.
 
 One frozen ModelSpec describes any model we run; it is compared, hashed and sent, never subclassed. Knows no file
 format, no backend and no device.
 """
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -223,24 +222,6 @@ class ModelSpec:
             if group is None or layer.cache_group == group
         )
 
-    def kv_bytes_per_token(self, layers: LayerRange, value_bytes: int, group: int | None = None) -> int:
-        """Bytes of the same at `value_bytes` per element; formats below a byte use kv_values_per_token."""
-        return self.kv_values_per_token(layers, group) * value_bytes
-
-    def flops_per_token(self, layers: LayerRange, context: int = 0) -> int:
-        """Multiplications and additions for one token: 2 per matrix element (the head counts with the last layer),
-        plus scores and weighted sum over `context` cached tokens (at most its window in a window layer)."""
-        flops = 0
-        for layer in self.layers_of(layers):
-            attention = layer.attention
-            shapes = layer_tensor_shapes(layer, self.hidden).values()
-            visible = context if attention.window is None else min(context, attention.window)
-            flops += 2 * sum(math.prod(shape) for shape in shapes if len(shape) > 1)
-            flops += 2 * visible * (attention.query_width + attention.output_width)
-        if layers.stop == self.num_layers:
-            flops += 2 * self.hidden * self.vocab_size
-        return flops
-
 
 def layer_tensor_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     """Name -> shape (GGUF order, in_features first) of the tensors of one layer."""
@@ -306,11 +287,3 @@ def stage_tensor_names(spec: ModelSpec, layers: LayerRange, tensors: TensorIndex
         names.append(name)
         names += [companion for companion in companion_names(name) if companion in tensors]
     return tuple(names)
-
-
-def stage_weight_bytes(spec: ModelSpec, layers: LayerRange, tensors: TensorIndex) -> int:
-    """Stored bytes of those tensors, summed per tensor (types are mixed inside one model).
-
-    Raises InvalidCheckpoint if one is missing.
-    """
-    return sum(tensors[name].num_bytes for name in stage_tensor_names(spec, layers, tensors))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lamina.spec.digest import file_sha256, model_digest
+from lamina.spec.digest import model_digest
 from lamina.spec.errors import InvalidCheckpoint
 from lamina.spec.gguf import read_gguf
 from support.models import smollm2_path
@@ -85,12 +85,3 @@ def test_a_file_that_changed_is_refused(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(InvalidCheckpoint, match="cannot be read"):
         model_digest(model)
-
-
-def test_file_sha256_of_a_published_vector(tmp_path: Path) -> None:
-    """FIPS 180-2: the message "abc"."""
-    path = tmp_path / "abc"
-    path.write_bytes(b"abc")
-    assert file_sha256(path) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    with pytest.raises(InvalidCheckpoint, match="cannot be read"):
-        file_sha256(tmp_path / "absent")

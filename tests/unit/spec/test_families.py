@@ -20,7 +20,7 @@ from lamina.spec.model import (
     RopeLayout,
     RopeScaling,
     YarnScaling,
-    stage_weight_bytes,
+    stage_tensor_names,
 )
 from lamina.spec.quant import GgmlType
 from support.models import smollm2_path
@@ -80,7 +80,7 @@ def test_smollm2() -> None:
     assert (attention.rope.layout, attention.rope.dims, attention.rope.freq_base) == (RopeLayout.NORM, 64, 100000.0)
     assert attention.scale == 0.125
     assert (attention.qkv_bias, attention.qk_norm, attention.rope.has_freq_factors) == (False, False, False)
-    assert spec.kv_bytes_per_token(spec.all_layers, 2) == 30 * 2 * 3 * 64 * 2
+    assert spec.kv_values_per_token(spec.all_layers) == 30 * 2 * 3 * 64
 
 
 def test_smollm2_weight_bytes_by_hand() -> None:
@@ -89,10 +89,14 @@ def test_smollm2_weight_bytes_by_hand() -> None:
     spec = model_spec(model, "digest")
     layer = (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536) // 32 * 20 + 2 * 576 * 4
     embedding = 576 * 49152 // 32 * 34
-    assert stage_weight_bytes(spec, spec.all_layers, model.tensors) == 30 * layer + embedding + 576 * 4
-    assert stage_weight_bytes(spec, LayerRange(0, 20), model.tensors) == 20 * layer + embedding
-    assert stage_weight_bytes(spec, LayerRange(10, 20), model.tensors) == 10 * layer
-    assert stage_weight_bytes(spec, LayerRange(20, 30), model.tensors) == 10 * layer + embedding + 576 * 4
+
+    def stored_bytes(layers: LayerRange) -> int:
+        return sum(model.tensors[name].num_bytes for name in stage_tensor_names(spec, layers, model.tensors))
+
+    assert stored_bytes(spec.all_layers) == 30 * layer + embedding + 576 * 4
+    assert stored_bytes(LayerRange(0, 20)) == 20 * layer + embedding
+    assert stored_bytes(LayerRange(10, 20)) == 10 * layer
+    assert stored_bytes(LayerRange(20, 30)) == 10 * layer + embedding + 576 * 4
 
 
 def test_a_generated_model(tmp_path: Path) -> None:

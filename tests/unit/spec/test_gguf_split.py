@@ -41,7 +41,7 @@ def test_any_part_gives_the_whole(tmp_path: Path) -> None:
     paths = write_split(tmp_path)
     assert [path.name for path in paths] == [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
     whole = read_gguf(paths[0])
-    assert whole.tensors.names == ("t0", "t1", "t2", "t3", "t4")
+    assert tuple(whole.tensors) == ("t0", "t1", "t2", "t3", "t4")
     assert [whole.tensors[f"t{n}"].file for n in range(5)] == [paths[n // 2] for n in range(5)]
     assert whole.metadata["general.name"] == "whole"
     assert whole.file_bytes == sum(path.stat().st_size for path in paths)
@@ -99,4 +99,4 @@ def test_a_wrong_total(tmp_path: Path) -> None:
 
 def test_a_count_of_one_is_no_split(tmp_path: Path) -> None:
     write_part(tmp_path / "any-name.gguf", 0, 1, "t", total=1)
-    assert read_gguf(tmp_path / "any-name.gguf").tensors.names == ("t",)
+    assert tuple(read_gguf(tmp_path / "any-name.gguf").tensors) == ("t",)

@@ -1,4 +1,4 @@
-"""LayerRange, and the byte and flop arithmetic of ModelSpec, computed by hand."""
+"""LayerRange, and the values and tensors of a range of layers, computed by hand."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lamina.spec.checkpoint import TensorIndex, TensorInfo
 from lamina.spec.errors import InvalidCheckpoint, InvalidSplit
+from lamina.spec.memory import WeightBytes
 from lamina.spec.model import (
     Activation,
     AttentionSpec,
@@ -23,7 +24,6 @@ from lamina.spec.model import (
     layer_tensor_shapes,
     stage_tensor_names,
     stage_tensor_shapes,
-    stage_weight_bytes,
 )
 from lamina.spec.quant import GgmlType
 
@@ -91,32 +91,14 @@ def test_a_range_beyond_the_model_is_refused() -> None:
         make_spec().layers_of(LayerRange(2, 5))
 
 
-def test_kv_bytes_by_hand() -> None:
+def test_kv_values_by_hand() -> None:
     """B-13: K and V have widths of their own, and groups are counted apart."""
     spec = make_spec()
     per_layer = 2 * 16 + 2 * 8
     assert spec.kv_values_per_token(spec.all_layers) == 4 * per_layer
-    assert spec.kv_bytes_per_token(LayerRange(0, 3), 2) == 3 * per_layer * 2
-    assert spec.kv_bytes_per_token(LayerRange(0, 3), 2, group=0) == 2 * per_layer * 2
-    assert spec.kv_bytes_per_token(LayerRange(0, 3), 4, group=1) == per_layer * 4
-
-
-def test_flops_by_hand() -> None:
-    spec = make_spec()
-    qkv = HIDDEN * (6 * 16 + 2 * 16 + 2 * 8)
-    matrices = qkv + (6 * 8) * HIDDEN + 3 * HIDDEN * FF
-    head = HIDDEN * VOCAB
-    assert spec.flops_per_token(LayerRange(0, 3)) == 3 * 2 * matrices
-    assert spec.flops_per_token(spec.all_layers) == 4 * 2 * matrices + 2 * head
-    per_cached_token = 2 * 6 * (16 + 8)
-    assert spec.flops_per_token(LayerRange(0, 2), context=1000) == 2 * 2 * matrices + per_cached_token * (1000 + 128)
-
-
-def test_every_stage_flops_add_up_to_the_whole() -> None:
-    spec = make_spec()
-    for cut in (1, 2, 3):
-        parts = spec.flops_per_token(LayerRange(0, cut), 77) + spec.flops_per_token(LayerRange(cut, 4), 77)
-        assert parts == spec.flops_per_token(spec.all_layers, 77)
+    assert spec.kv_values_per_token(LayerRange(0, 3)) == 3 * per_layer
+    assert spec.kv_values_per_token(LayerRange(0, 3), group=0) == 2 * per_layer
+    assert spec.kv_values_per_token(LayerRange(0, 3), group=1) == per_layer
 
 
 LAYER_NAMES = (
@@ -165,21 +147,25 @@ def test_scales_beside_a_weight_come_with_it() -> None:
     assert "output.scale" in stage_tensor_names(spec, LayerRange(3, 4), tensors)
 
 
+def stored_bytes(spec: ModelSpec, layers: LayerRange, tensors: TensorIndex) -> int:
+    return sum(tensors[name].num_bytes for name in stage_tensor_names(spec, layers, tensors))
+
+
 def test_weight_bytes_by_hand() -> None:
     """B-42: tensors outside a stage's layers are not counted."""
     spec = make_spec()
     tensors = index_of(stage_tensor_shapes(spec, spec.all_layers))
     layer = 2 * HIDDEN + HIDDEN * (6 * 16 + 2 * 16 + 2 * 8) + (6 * 8) * HIDDEN + 3 * HIDDEN * FF
     embedding = HIDDEN * VOCAB
-    assert stage_weight_bytes(spec, LayerRange(0, 1), tensors) == 4 * (layer + embedding)
-    assert stage_weight_bytes(spec, LayerRange(1, 3), tensors) == 4 * 2 * layer
-    assert stage_weight_bytes(spec, LayerRange(3, 4), tensors) == 4 * (layer + embedding + HIDDEN)
-    assert stage_weight_bytes(spec, spec.all_layers, tensors) == tensors.total_bytes
+    assert stored_bytes(spec, LayerRange(0, 1), tensors) == 4 * (layer + embedding)
+    assert stored_bytes(spec, LayerRange(1, 3), tensors) == 4 * 2 * layer
+    assert stored_bytes(spec, LayerRange(3, 4), tensors) == 4 * (layer + embedding + HIDDEN)
+    assert stored_bytes(spec, spec.all_layers, tensors) == sum(tensors[name].num_bytes for name in tensors)
 
 
 def test_weight_bytes_of_a_missing_tensor() -> None:
-    with pytest.raises(InvalidCheckpoint, match=r"no tensor blk\.0\.attn_norm\.weight"):
-        stage_weight_bytes(make_spec(), LayerRange(0, 1), index_of({"token_embd.weight": (HIDDEN, VOCAB)}))
+    with pytest.raises(InvalidCheckpoint, match=r"no tensor blk\.0\.attn_q\.weight"):
+        WeightBytes(make_spec(), index_of({"token_embd.weight": (HIDDEN, VOCAB)}), {})
 
 
 def test_optional_tensors_of_a_layer() -> None:

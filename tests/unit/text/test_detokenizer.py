@@ -26,8 +26,8 @@ def byte_tokenizer(make_tokenizer: MakeTokenizer) -> Tokenizer:
 
 def ids_of(tokenizer: Tokenizer, data: bytes) -> list[int]:
     """One token for each byte."""
-    table = tokenizer.token_bytes_table()
-    return [table.index(bytes([value])) for value in data]
+    ids = {tokenizer.token_bytes(token): token for token in range(tokenizer.vocab_size)}
+    return [ids[bytes([value])] for value in data]
 
 
 def stream(detokenizer: Detokenizer, ids: list[int], cuts: list[int]) -> list[str]:

@@ -71,7 +71,7 @@ def missing_bytes_removed(tokenizer: Tokenizer, text: str) -> bytes:
 
 @cache
 def missing_bytes(tokenizer: Tokenizer) -> bytes:
-    spelt = {data for data in tokenizer.token_bytes_table() if len(data) == 1}
+    spelt = {tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)}
     return bytes(value for value in range(256) if bytes([value]) not in spelt)
 
 
@@ -104,7 +104,7 @@ def test_plain_prompts_hold_no_control_token(vocab_tokenizers: dict[str, Tokeniz
 def test_the_whole_vocabulary_as_a_prompt(vocab_tokenizers: dict[str, Tokenizer], vocab: str) -> None:
     """C-17: every token's text, beside the next one's and in lines, comes back."""
     tokenizer = vocab_tokenizers[vocab]
-    words = iter([data.decode("utf-8", "replace") for data in tokenizer.token_bytes_table()])
+    words = iter([data.decode("utf-8", "replace") for data in map(tokenizer.token_bytes, range(tokenizer.vocab_size))])
     while chunk := list(islice(words, 2000)):
         for text in ("".join(chunk), "\n".join(chunk)):
             ids = tokenizer.encode(text, add_special=False, parse_special=True)

@@ -174,10 +174,6 @@ class Tokenizer:
             )
         return self._token_bytes[token]
 
-    def token_bytes_table(self) -> list[bytes]:
-        """The bytes of every token, in id order."""
-        return list(self._token_bytes)
-
     def is_special(self, token: int) -> bool:
         """Whether the token is left out of text shown to a user (control and unknown tokens)."""
         return token in self.vocabulary.hidden_ids
