@@ -18,11 +18,13 @@ def test_named_implementations() -> None:
     assert mock.device_facts().total_bytes == 1234
 
 
-def test_a_better_candidate_that_fails_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU without the native library is served by the reference, and explain() says why."""
+def test_a_better_candidate_that_fails_is_explained(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A CPU without the native library is served by the reference; one line says why, in the log at the latest."""
 
     def fail(request: DeviceRequest) -> Backend:
-        raise Unsupported(f"no library for {request.threads} threads")
+        raise Unsupported(f"no library\nfor {request.threads} threads")
 
     candidates = [c for c in registry._CANDIDATES if c.implementation == "reference"]
     native = Candidate("cpu", "native", 9, fail)
@@ -30,6 +32,14 @@ def test_a_better_candidate_that_fails_is_explained(monkeypatch: pytest.MonkeyPa
     selection = select_backend("cpu", threads=3)
     assert isinstance(selection.backend, ReferenceBackend)
     assert selection.explain() == "cpu: reference (numpy float32); not native: no library for 3 threads"
+    assert caplog.messages == []
+    assert isinstance(create_backend("cpu", threads=3), ReferenceBackend)
+    assert caplog.messages == [selection.explain()]
+
+
+def test_nothing_is_said_of_the_best(caplog: pytest.LogCaptureFixture) -> None:
+    create_backend("reference")
+    assert caplog.messages == []
 
 
 def test_the_highest_priority_wins(monkeypatch: pytest.MonkeyPatch) -> None:

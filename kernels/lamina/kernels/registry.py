@@ -3,6 +3,7 @@
 Owns the table only. Implementations are imported when asked for, so that a CPU host needs no CUDA package.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -10,6 +11,8 @@ from typing import cast
 
 from lamina.kernels.backend import Backend, Unsupported
 from lamina.spec.errors import InvalidConfig
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ def select_backend(device: str, *, threads: int | None = None, max_memory_bytes:
         try:
             backend = candidate.build(request)
         except (Unsupported, ImportError) as error:
-            passed_over.append((candidate.implementation, str(error)))
+            passed_over.append((candidate.implementation, " ".join(str(error).split())))
         else:
             return Selection(device, candidate.implementation, backend, tuple(passed_over))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
@@ -68,8 +71,11 @@ def select_backend(device: str, *, threads: int | None = None, max_memory_bytes:
 
 
 def create_backend(device: str, *, threads: int | None = None, max_memory_bytes: int | None = None) -> Backend:
-    """`select_backend` without the explanation."""
-    return select_backend(device, threads=threads, max_memory_bytes=max_memory_bytes).backend
+    """`select_backend`; why a better implementation could not serve is a warning in the log."""
+    selection = select_backend(device, threads=threads, max_memory_bytes=max_memory_bytes)
+    if selection.passed_over:
+        _log.warning("%s", selection.explain())
+    return selection.backend
 
 
 def _parse(device: str) -> tuple[str, int]:
