@@ -4,6 +4,7 @@ Owns reading; what the nodes should say is known by those who ask for them.
 """
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -25,14 +26,18 @@ def read_yaml_node(path: Path, what: str) -> yaml.Node | None:
         _check_depth(path, text, what)
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else 1
+        line = _line(getattr(error, "problem_mark", None))
         raise InvalidConfig(f"{path}:{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
 
 
 def line_of(node: yaml.Node) -> int:
     """Where a node begins, from 1."""
-    return int(node.start_mark.line) + 1
+    return _line(node.start_mark)
+
+
+def _line(mark: Any) -> int:
+    """Of a mark of either of PyYAML's parsers, from 1; the first where they do not know."""
+    return mark.line + 1 if mark is not None else 1
 
 
 def _check_depth(path: Path, text: str, what: str) -> None:
@@ -43,5 +48,5 @@ def _check_depth(path: Path, text: str, what: str) -> None:
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
         if depth > _MAX_DEPTH:
-            line = event.start_mark.line + 1
+            line = _line(event.start_mark)
             raise InvalidConfig(f"{path}:{line}: nested deeper than {_MAX_DEPTH} levels, this is no {what}")
