@@ -51,7 +51,24 @@ def test_without_a_server_one_line(command: str) -> None:
     assert "http://host:port" in refusal(command, "--url", "nonsense")
 
 
-@pytest.mark.parametrize("name", ["run", "plan", "serve", "chat", "status", "devices"])
+COMMANDS = ("run", "plan", "serve", "chat", "status", "devices")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_whole_in_80_columns(name: str) -> None:
+    """No flag, variable or default is cut short."""
+    result = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"})
+    assert max(map(len, result.output.splitlines())) <= 80
+    words = result.output.replace(";", " ").replace("]", " ").split()
+    commands: Any = typer.main.get_command(app)
+    for option in commands.commands[name].params:
+        if option.param_type_name == "option" and option.name != "help":
+            assert {*option.opts, option.envvar} <= {word.rstrip(",") for word in words}, option.name
+            if isinstance(option.default, int | float) and not isinstance(option.default, bool):
+                assert f"default: {option.default}" in " ".join(words), option.name
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_has_its_environment_twin(name: str) -> None:
     """P-28: every flag's environment twin exists, named like the flag."""
     commands: Any = typer.main.get_command(app)

@@ -21,7 +21,8 @@ from lamina.wire.version import own_version
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
-app = typer.Typer(add_completion=True, pretty_exceptions_enable=False, no_args_is_help=True)
+# Plain help: in 80 columns the boxes of rich would cut long flags and their variables short.
+app = typer.Typer(pretty_exceptions_enable=False, no_args_is_help=True, rich_markup_mode=None)
 
 
 def _show_version(wanted: bool) -> None:
@@ -92,7 +93,7 @@ def plan(
     as_json: options.Json = False,
     config: Config = None,
 ) -> None:
-    """Show what a split would cost in bytes of weights, KV cache and arena; loads nothing."""
+    """Show what a split would cost in bytes; loads nothing."""
     opened = open_model_file(model)
     settings = _session_settings(opened, workers, split, split_file, context, parallel, kv_dtype, "f32", max_rows)
     if settings.workers or split_file is not None:
