@@ -1,5 +1,6 @@
 """The command line in process: what is refused before anything starts, the configuration file, who wins over whom."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,23 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
     assert run_probe(tmp_path, "# nothing\n", "m")["port"] == 8080
+
+
+def test_the_keys_are_the_flags(tmp_path: Path) -> None:
+    """--json and --model-name, whatever the code calls them; `json` is no flag of `serve`, but one of another's."""
+    path = tmp_path / "lamina.yaml"
+    path.write_text("json: true\nmodel-name: tiny\nmemory: 1G\n")
+    tiny = Path(__file__).parents[1] / "data" / "tiny_llama_tied.gguf"
+    result = CliRunner().invoke(app, ["plan", str(tiny), "--config", str(path)])
+    assert json.loads(result.output)["stages"][0]["free_bytes"] == 2**30
+    assert "--insecure" in refusal("serve", str(tiny), "--config", str(path), "--host", "0.0.0.0")
+
+
+def test_the_environment_twin_of_a_truth_value() -> None:
+    """P-28: LAMINA_JSON and LAMINA_MEMORY do what --json and --memory do."""
+    tiny = Path(__file__).parents[1] / "data" / "tiny_llama_tied.gguf"
+    result = CliRunner().invoke(app, ["plan", str(tiny)], env={"LAMINA_JSON": "1", "LAMINA_MEMORY": "1G"})
+    assert json.loads(result.output)["stages"][0]["free_bytes"] == 2**30
 
 
 def test_serve_takes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def _apply(context: typer.Context, path: Path | None) -> Path | None:
         for key, (line, value) in read_config(path).items():
             name = key.replace("-", "_")
             if name in own:
-                values[name] = value
+                values[own[name]] = value
             elif name not in others:
                 raise InvalidConfig(f"{path}:{line}: unknown key {key!r}; keys are the long names of options")
         context.default_map = {**(context.default_map or {}), **values}
@@ -79,11 +79,12 @@ def _construct(path: Path, key: str, node: yaml.ScalarNode) -> Scalar:
     return value
 
 
-def _parameter_names(command: Any) -> set[str]:
-    """Of a command of typer's, whose base classes are not public."""
-    return {parameter.name for parameter in command.params if parameter.name}
+def _parameter_names(command: Any) -> dict[str, str]:
+    """Parameter by key, the first long name: `json` is as_json. Of a command of typer's, whose base is not public."""
+    named = (parameter for parameter in command.params if parameter.name)
+    return {parameter.opts[0].removeprefix("--").replace("-", "_"): parameter.name for parameter in named}
 
 
 def _all_names(root: Any) -> set[str]:
     commands = getattr(root, "commands", {"": root})
-    return set().union(*map(_parameter_names, commands.values()))
+    return {name for command in commands.values() for name in _parameter_names(command)}
