@@ -77,7 +77,7 @@ def test_progress_is_reported_while_loading(model: TinyModel) -> None:
             counts = [item.done_bytes for item in seen if isinstance(item, LoadProgress)]
             assert len(set(counts)) >= 3
             assert counts == sorted(counts)
-            total = read_gguf(model.path).tensors.total_bytes
+            total = sum(tensor.num_bytes for tensor in read_gguf(model.path).tensors.values())
             assert {item.total_bytes for item in seen if isinstance(item, LoadProgress)} <= {0, total}
 
     run_scene(scene)
@@ -278,5 +278,26 @@ def test_frames_that_no_message_holds(model: TinyModel) -> None:
             with pytest.raises(InvalidConfig, match=r"262145 rows x 64 f32 .* a --max-rows of at most 262144$"):
                 await load(cluster, cluster.placement("p", 1, (2,), ("a", "a")))
             assert used_bytes(a) == 0
+
+    run_scene(scene)
+
+
+def test_describe_answers_during_a_load(model: TinyModel) -> None:
+    """A load holds the device for minutes; the cluster's page must not wait for it. Afterwards the figures are new."""
+
+    async def scene() -> None:
+        async with running_worker("a", max_memory_bytes=2**30) as a, Cluster.over(model, a) as cluster:
+            worker = next(iter(cluster.workers.values()))
+            with slow(a, "load_weight", 0.1):  # 3 s in all
+                loading = asyncio.create_task(load(cluster, cluster.placement("p", 1, (), ("a",))))
+                await eventually(lambda: used_bytes(a) > 0)
+                profile = await worker.describe()
+                assert not loading.done()
+                assert (profile.devices[0].free_bytes, profile.stages) == (2**30, ())
+                loaded = await loading
+            profile = await worker.describe()
+            (stage,) = profile.stages
+            assert profile.devices[0].free_bytes == loaded.free_bytes == 2**30 - used_bytes(a)
+            assert stage.weight_bytes + stage.arena_bytes == used_bytes(a)
 
     run_scene(scene)

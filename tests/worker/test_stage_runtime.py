@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lamina.rpc_worker.stage import StageResult
+from lamina.rpc_worker.stage import StageFacts, StageResult
 from lamina.rpc_worker.stage_runtime import StageKey, StageRuntime
 from lamina.rpc_worker.step_queue import ReadyStep
 from lamina.spec.errors import InvalidPlan, LaminaError, StaleEpoch, Unavailable, WorkerLost
@@ -37,7 +37,7 @@ class FakeStage:
 
     def __init__(self, is_last: bool) -> None:
         self.is_last = is_last
-        self.cache_bytes = 1
+        self.facts = StageFacts(cache_bytes=1)
         self.told: list[str] = []
         self.nonfinite = 0
 
@@ -295,7 +295,7 @@ async def test_one_controller_at_a_time_and_only_with_a_cache() -> None:
     bench = Bench(0)
     with pytest.raises(Unavailable, match="another coordinator controls this stage"):
         bench.runtime.attach_controller()
-    bench.stage.cache_bytes = 0
+    bench.stage.facts = StageFacts()
     await bench.runtime.end()
     with pytest.raises(Unavailable, match="has no cache yet"):
         bench.runtime.successor(StageKey(PlacementId("p"), Epoch(2), 0, 2)).attach_controller()

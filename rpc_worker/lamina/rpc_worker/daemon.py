@@ -138,6 +138,9 @@ def _bind(server: grpc.aio.Server, listen: Address) -> Address:
 
 def _announce(settings: WorkerSettings, devices: tuple[DeviceThread, ...]) -> None:
     worker = WorkerName(settings.name)
-    profiles = [device_profile(DeviceId(worker, index), device.backend) for index, device in enumerate(devices)]
+    profiles = [
+        device_profile(DeviceId(worker, index), device.backend, device.last_facts)
+        for index, device in enumerate(devices)
+    ]
     print(device_table(profiles), end="")
     print(f"worker {settings.name}, {own_version()}, listening on {settings.listen}", flush=True)

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 from rich.table import Table
 
-from lamina.kernels.backend import Backend
+from lamina.kernels.backend import Backend, DeviceFacts
 from lamina.rpc_worker.stage_runtime import StageRuntime
 from lamina.spec.device import DeviceProfile
 from lamina.spec.ids import DeviceId
@@ -13,9 +13,9 @@ from lamina.spec.quant import WEIGHT_TYPES
 from lamina.v1 import worker_pb2 as wpb
 
 
-def device_profile(id_: DeviceId, backend: Backend) -> DeviceProfile:
-    """The device now."""
-    facts, can = backend.device_facts(), backend.capabilities
+def device_profile(id_: DeviceId, backend: Backend, facts: DeviceFacts) -> DeviceProfile:
+    """The device, with the memory that `facts` found."""
+    can = backend.capabilities
     return DeviceProfile(
         id=id_,
         kind=facts.kind,
@@ -33,7 +33,7 @@ def device_profile(id_: DeviceId, backend: Backend) -> DeviceProfile:
 
 def stage_message(runtime: StageRuntime, device: int) -> wpb.LoadedStage:
     """A loaded stage, for Describe."""
-    key, stage = runtime.key, runtime.stage
+    key, facts = runtime.key, runtime.stage.facts
     return wpb.LoadedStage(
         placement=key.placement,
         epoch=key.epoch,
@@ -43,13 +43,13 @@ def stage_message(runtime: StageRuntime, device: int) -> wpb.LoadedStage:
         num_layers=len(runtime.layers),
         model_digest=runtime.spec.digest,
         settings_digest=runtime.settings.digest(),
-        weight_bytes=stage.weight_bytes,
-        cache_bytes=stage.cache_bytes,
-        arena_bytes=stage.arena_bytes,
+        weight_bytes=facts.weight_bytes,
+        cache_bytes=facts.cache_bytes,
+        arena_bytes=facts.arena_bytes,
         controlled=runtime.is_controlled,
-        num_steps=stage.num_steps,
-        busy_s=stage.busy_s,
-        num_sequences=stage.num_sequences,
+        num_steps=facts.num_steps,
+        busy_s=facts.busy_s,
+        num_sequences=facts.num_sequences,
     )
 
 

@@ -7,20 +7,27 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from lamina.kernels.backend import Backend
+from lamina.kernels.backend import Backend, DeviceFacts
 
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
+_FACTS_PATIENCE_S = 0.1  # most steps are shorter, loads are longer
 
 
 class DeviceThread:
-    """Runs functions on one backend, one at a time, in the order they were submitted."""
+    """Runs functions on one backend, one at a time, in the order they were submitted.
+
+    `last_facts`, there after `start`, are the device's as of the end of the last `call` or of the last reading.
+    """
+
+    last_facts: DeviceFacts
 
     def __init__(self, backend: Backend, name: str) -> None:
         self.backend = backend
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._reading: asyncio.Future[None] | None = None  # of the facts, while one is under way
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def post(self, fn: Callable[[], Result], on_done: Callable[[Result | Exception], None]) -> None:
@@ -39,16 +46,38 @@ class DeviceThread:
         """Run `fn` on the thread and wait for it without blocking the loop."""
         future: asyncio.Future[Result] = self._loop.create_future()
 
-        def settle(outcome: Result | Exception) -> None:
+        def run() -> tuple[Result, DeviceFacts]:
+            return fn(), self.backend.device_facts()
+
+        def settle(outcome: tuple[Result, DeviceFacts] | Exception) -> None:
+            if not isinstance(outcome, Exception):
+                self.last_facts = outcome[1]
             if future.cancelled():
                 return
             if isinstance(outcome, Exception):
                 future.set_exception(outcome)
             else:
-                future.set_result(outcome)
+                future.set_result(outcome[0])
 
-        self.post(fn, settle)
+        self.post(run, settle)
         return await future
+
+    async def facts(self) -> DeviceFacts:
+        """The device now; where its thread is busy for longer than a moment, as it was when last read."""
+        if self._reading is None:
+            self._reading = self._loop.create_future()
+            self.post(self.backend.device_facts, self._take_facts)
+        await asyncio.wait([self._reading], timeout=_FACTS_PATIENCE_S)
+        return self.last_facts
+
+    def _take_facts(self, outcome: DeviceFacts | Exception) -> None:
+        if isinstance(outcome, Exception):
+            _log.error("the device's memory could not be read", exc_info=outcome)
+        else:
+            self.last_facts = outcome
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.set_result(None)
 
     async def start(self) -> None:
         """Make the device current on the thread. Raises what the backend raises."""

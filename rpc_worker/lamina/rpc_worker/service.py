@@ -47,10 +47,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def Describe(self, request: wpb.DescribeRequest, context: Context) -> wpb.DescribeResponse:  # noqa: N802
         """Answers any version, so that a mismatch can be named by the other side."""
-        profiles = []
-        for index, device in enumerate(self._devices):
-            id_ = DeviceId(WorkerName(self._settings.name), index)
-            profiles.append(device_profile(id_, device.backend))
+        found = await asyncio.gather(*(device.facts() for device in self._devices))
+        worker = WorkerName(self._settings.name)
+        profiles = [
+            device_profile(DeviceId(worker, index), device.backend, facts)
+            for index, (device, facts) in enumerate(zip(self._devices, found, strict=True))
+        ]
         return wpb.DescribeResponse(
             version=version_to_message(own_version()),
             worker=self._settings.name,
@@ -98,7 +100,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await runtime.device.call(lambda: runtime.stage.allocate_cache(num_blocks))
         except LaminaError as error:
             await abort(context, error)
-        return wpb.AllocateCacheResponse(cache_bytes=runtime.stage.cache_bytes)
+        return wpb.AllocateCacheResponse(cache_bytes=runtime.stage.facts.cache_bytes)
 
     async def LinkStage(self, request: wpb.LinkStageRequest, context: Context) -> wpb.LinkStageResponse:  # noqa: N802
         """Dial the next stage."""
@@ -206,12 +208,13 @@ def _load_request(request: wpb.LoadStageRequest) -> LoadRequest:
 
 
 def _load_finished(runtime: StageRuntime, latest: wpb.LoadStageResponse) -> wpb.LoadStageResponse:
+    facts = runtime.stage.facts
     return wpb.LoadStageResponse(
         done_bytes=latest.total_bytes,
         total_bytes=latest.total_bytes,
         finished=True,
-        weight_bytes=runtime.stage.weight_bytes,
-        arena_bytes=runtime.stage.arena_bytes,
-        free_bytes=runtime.device.backend.device_facts().free_bytes,
-        block_bytes=runtime.stage.block_bytes(),
+        weight_bytes=facts.weight_bytes,
+        arena_bytes=facts.arena_bytes,
+        free_bytes=runtime.device.last_facts.free_bytes,
+        block_bytes=facts.block_bytes,
     )

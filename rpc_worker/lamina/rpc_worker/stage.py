@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,8 +38,24 @@ class StageResult:
     num_nonfinite_rows: int
 
 
+@dataclass(frozen=True, slots=True)
+class StageFacts:
+    """A stage in figures, as of its last change: memory in bytes, what it has done since it was loaded."""
+
+    weight_bytes: int = 0
+    arena_bytes: int = 0
+    cache_bytes: int = 0
+    block_bytes: tuple[int, ...] = ()
+    num_steps: int = 0
+    busy_s: float = 0.0
+    num_sequences: int = 0
+
+
 class Stage:
-    """Built by `load`, usable after `allocate_cache`; `free` gives everything back."""
+    """Built by `load`, usable after `allocate_cache`; `free` gives everything back.
+
+    `facts` is what other threads may read: a value that is replaced as a whole, never changed.
+    """
 
     def __init__(
         self,
@@ -62,8 +78,7 @@ class Stage:
         self._sampler = Sampler(spec.vocab_size, grammars)
         # 0, 1, 2, …: what index arrays are cut from, int32 [max(rows, seqs) + 1]
         self._counting = np.arange(max(settings.max_rows, settings.max_seqs) + 1, dtype=np.int32)
-        self.busy_s = 0.0
-        self.num_steps = 0
+        self.facts = StageFacts()
 
     def load(self, tensors: TensorIndex, progress: Callable[[int], None]) -> None:
         """Read weights, then allocate the arena. Refuses with numbers before reading what cannot fit (B-42)."""
@@ -76,6 +91,7 @@ class Stage:
         except BaseException:
             self.free()
             raise
+        self._publish_memory()
 
     def total_bytes(self, tensors: TensorIndex) -> int:
         """Bytes that `load` will read."""
@@ -96,11 +112,6 @@ class Stage:
     def cache_bytes(self) -> int:
         """Bytes of the KV caches."""
         return 0 if self._pool is None else self._pool.num_bytes
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that have a block table here."""
-        return len(self._tables)
 
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of one block over this stage's layers, by cache group, in the backend's own layout."""
@@ -123,6 +134,7 @@ class Stage:
         self._model = StageModel(
             self._backend, self._spec, self._layers, self._weights, self._arena, self._pool.caches, self._graphs
         )
+        self._publish_memory()
 
     def drop_cache(self) -> None:
         """Give the KV cache back, and forget everything that refers to it."""
@@ -133,6 +145,7 @@ class Stage:
         if self._pool is not None:
             self._pool.free()
             self._pool = None
+        self._publish_memory()
 
     def add_sequence(self, add: AddSequence) -> None:
         """Make a sequence known to the sampler (last stage)."""
@@ -142,11 +155,13 @@ class Stage:
         """Forget a sequence."""
         self._tables.remove(seq)
         self._sampler.remove(seq)
+        self._publish(busy_s=0.0)
 
     def reset_sequences(self) -> None:
         """Forget all sequences: their coordinator is gone."""
         self._tables.clear()
         self._sampler.clear()
+        self._publish(busy_s=0.0)
 
     def run(self, ready: ReadyStep) -> StageResult:
         """Run one step. Raises InvalidPlan if the plan contradicts what came before, Unavailable without a cache."""
@@ -161,8 +176,7 @@ class Stage:
             hidden = model.hidden(plan.num_rows)
             num_bad = int(np.count_nonzero(~np.isfinite(hidden.sum(axis=1))))
             result = StageResult(ready, hidden, None, num_bad)
-        self.num_steps += 1
-        self.busy_s += time.perf_counter() - start
+        self._publish(busy_s=time.perf_counter() - start, num_steps=1)
         return result
 
     def forward(self, ready: ReadyStep) -> NDArray[np.float32]:
@@ -187,6 +201,27 @@ class Stage:
             self._arena.free()
             self._arena = None
         self._weights.free()
+        self._publish_memory()
+
+    def _publish(self, *, busy_s: float, num_steps: int = 0) -> None:
+        """Add what was done to the facts, and count the sequences that have a block table here."""
+        facts = self.facts
+        self.facts = replace(
+            facts,
+            num_steps=facts.num_steps + num_steps,
+            busy_s=facts.busy_s + busy_s,
+            num_sequences=len(self._tables),
+        )
+
+    def _publish_memory(self) -> None:
+        self.facts = replace(
+            self.facts,
+            weight_bytes=self.weight_bytes,
+            arena_bytes=self.arena_bytes,
+            cache_bytes=self.cache_bytes,
+            block_bytes=self.block_bytes(),
+            num_sequences=len(self._tables),
+        )
 
     @property
     def _limits(self) -> StepLimits:

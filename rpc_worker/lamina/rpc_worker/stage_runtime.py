@@ -125,7 +125,7 @@ class StageRuntime:
             raise self._failure
         if self._responses is not None:
             raise Unavailable(f"{self._who}: another coordinator controls this stage")
-        if not self.stage.cache_bytes:
+        if not self.stage.facts.cache_bytes:
             raise Unavailable(f"{self._who}: has no cache yet; allocate it first")
         self._responses = asyncio.Queue()
         return self._responses

@@ -1,0 +1,94 @@
+"""The compute thread as the event loop sees it: order, results, and what is known of the device while it is busy."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+
+from lamina.kernels.backend import DeviceFacts
+from lamina.kernels.mock import MockBackend
+from lamina.rpc_worker.device_thread import DeviceThread
+
+DEADLINE_S = 5.0
+
+
+class CountingBackend(MockBackend):
+    """Its free memory falls by one byte with each reading; it remembers which threads read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.readers: list[str] = []
+
+    def device_facts(self) -> DeviceFacts:
+        self.readers.append(threading.current_thread().name)
+        return DeviceFacts("mock", "mock", 1000, 1000 - len(self.readers))
+
+
+@asynccontextmanager
+async def running(backend: MockBackend) -> AsyncIterator[DeviceThread]:
+    device = DeviceThread(backend, "compute")
+    await device.start()
+    try:
+        yield device
+    finally:
+        async with asyncio.timeout(DEADLINE_S):
+            await device.stop()
+
+
+@contextmanager
+def busy(device: DeviceThread) -> Iterator[None]:
+    """The thread does something else all the while."""
+    end = threading.Event()
+    device.post(lambda: end.wait(DEADLINE_S), lambda _: None)
+    try:
+        yield
+    finally:
+        end.set()
+
+
+def test_facts_are_read_on_the_compute_thread_only() -> None:
+    """At the start, when asked, and after whatever changed memory."""
+
+    async def scene() -> None:
+        backend = CountingBackend()
+        async with running(backend) as device:
+            assert device.last_facts.free_bytes == 999
+            assert (await device.facts()).free_bytes == 998
+            assert await device.call(lambda: "loaded") == "loaded"
+            assert device.last_facts.free_bytes == 997
+        assert set(backend.readers) == {"compute"}
+
+    asyncio.run(scene())
+
+
+def test_facts_of_a_busy_device_are_the_last_ones() -> None:
+    """Whoever asks during a long load is answered, and asking often does not fill the thread's queue."""
+
+    async def scene() -> None:
+        backend = CountingBackend()
+        async with running(backend) as device:
+            with busy(device):
+                async with asyncio.timeout(DEADLINE_S / 2):
+                    for _ in range(3):
+                        assert (await device.facts()).free_bytes == 999
+            await device.call(lambda: None)
+            assert len(backend.readers) == 3
+
+    asyncio.run(scene())
+
+
+def test_a_device_that_cannot_be_asked_is_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(CountingBackend):
+        def device_facts(self) -> DeviceFacts:
+            if self.readers:
+                raise OSError("the driver is gone")
+            return super().device_facts()
+
+    async def scene() -> None:
+        async with running(Broken()) as device:
+            assert (await device.facts()).free_bytes == 999
+        assert "the device's memory could not be read" in caplog.text
+
+    asyncio.run(scene())
