@@ -59,7 +59,7 @@ def test_predicted_is_taken(model: tuple[GgufFile, ModelSpec], backend_type: typ
     bounds = [*range(stages), spec.num_layers]
     for start, stop in pairwise(bounds):
         backend, layers = backend_type(), LayerRange(start, stop)
-        profile = device_profile(DeviceId(WorkerName("a"), 0), backend)
+        profile = device_profile(DeviceId(WorkerName("a"), 0), backend, backend.device_facts())
         demand = Demand(spec, file.tensors, SETTINGS, 500)
         planned = stage_memory(demand, profile, layers)
         stage = Stage(backend, spec, layers, SETTINGS)
