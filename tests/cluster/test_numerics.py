@@ -1,0 +1,63 @@
+"""Values that are not finite on the edge between two stages: whom they end, and whom not."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lamina.rpc_worker.daemon import Daemon
+from lamina.spec.step import FinishReason
+from support.loopback import SETTINGS, Cluster, Talk, TinyModel, next_done, run_scene, running_worker
+
+PROMPT = [1, 40, 7, 99, 250, 3, 17]
+Says = Callable[[Sequence[int], int], list[int]]
+
+
+def spoil_next_step(daemon: Daemon, row: int, value: float) -> None:
+    """One row of the next hidden state that leaves the worker's stage is this value throughout."""
+    (runtime,) = daemon.registry
+    model = runtime.stage._model
+    assert model is not None
+    real = model.hidden
+
+    def spoilt(num_rows: int) -> NDArray[np.float32]:
+        del model.hidden  # type: ignore[attr-defined]
+        hidden = real(num_rows).copy()
+        hidden[row] = value
+        return hidden
+
+    model.hidden = spoilt  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("wire_dtype", "value"), [("f32", np.nan), ("f32", np.inf), ("bf16", np.nan), ("f16", np.nan), ("f16", 1e30)]
+)
+@pytest.mark.parametrize("row", [0, len(PROMPT) - 1], ids=["first row", "last row"])
+def test_a_spoilt_row_ends_its_own_sequence(
+    model: TinyModel, whole_model_says: Says, wire_dtype: str, value: float, row: int
+) -> None:
+    """A-05: a row that attention reads, or that is sampled from, is an error of its sequence; the epoch lasts."""
+    settings = replace(SETTINGS, wire_dtype=wire_dtype)
+
+    async def scene() -> None:
+        async with (
+            running_worker("a") as a,
+            running_worker("b") as b,
+            Cluster.over(model, a, b, settings=settings) as cluster,
+        ):
+            pipeline = await cluster.deploy((2,), ("a", "b"))
+            spoil_next_step(a, row, value)
+            bad = Talk(pipeline, PROMPT)
+            bad.add()
+            bad.issue()
+            (answer,) = (await next_done(pipeline)).tokens
+            assert answer.finish is FinishReason.ERROR
+            assert answer.error == f"NumericalError: the logits for position {len(PROMPT)} are not finite"
+            good = Talk(pipeline, PROMPT, seq=1, first_step=1)
+            tokens = await good.run(6)
+            if wire_dtype == "f32":
+                assert tokens == whole_model_says(PROMPT, 6)
+
+    run_scene(scene)
