@@ -105,8 +105,9 @@ class Stage:
     @property
     def arena_bytes(self) -> int:
         """Bytes of the arena and the backend's workspace."""
-        arena = 0 if self._arena is None else self._arena.num_bytes
-        return arena + self._backend.workspace_bytes(self._limits, *self._weights.widest)
+        if self._arena is None:
+            return 0
+        return self._arena.num_bytes + self._backend.workspace_bytes(self._limits, *self._weights.widest)
 
     @property
     def cache_bytes(self) -> int:

@@ -74,7 +74,7 @@ def region_sizes(
     limits: StepLimits, max_in: int, max_out: int, total_memory_bytes: int, num_multiprocessors: int
 ) -> dict[str, int]:
     """Bytes of every region for steps and weights of at most these sizes."""
-    padded_in = -(-max_in // 256) * 256
+    padded_in = max(256, -(-max_in // 256) * 256)
     rows = min(limits.max_rows, MAX_BYTE_ROWS)
     sizes = {
         "constants": 4 * _NUM_CONSTANTS,
