@@ -170,3 +170,17 @@ def test_a_long_context(computing: Bench) -> None:
     q = computing.normal(3, 4, 64)
     found = paged.attend(q, [(0, 2097, 2100)], scale=0.125)
     computing.assert_close("attention", found, paged.expected(q, [(0, 2097, 2100)], scale=0.125))
+
+
+@every_kv_dtype
+def test_nan_that_a_sequence_left_behind_is_read_by_nobody(computing: Bench, dtype: DType) -> None:
+    """A-05: in the unwritten slots of a block and in blocks of others, in chunks and in decodes; not even times 0."""
+    _skip_without(computing, dtype)
+    paged = PagedSequences(computing, Heads(4, 2, 64, 64), [40, 20, 1], dtype)
+    with np.errstate(invalid="ignore"):
+        paged.spoil(range(paged.num_blocks), np.nan)
+    paged.write_all()
+    for pieces in ([(0, 39, 40), (1, 19, 20), (2, 0, 1)], [(0, 3, 40), (1, 19, 20)]):
+        q = computing.normal(sum(stop - start for _, start, stop in pieces), 4, 64)
+        found = paged.attend(q, pieces, scale=0.2)
+        computing.assert_close("attention", found, paged.expected(q, pieces, scale=0.2))

@@ -31,10 +31,7 @@ class InProcessModel:
         self.spec = model_spec(file, model_digest(file))
         self.settings = settings
         bounds = [0, *cuts, self.spec.num_layers]
-        self.stages = [
-            Stage(backend, self.spec, LayerRange(start, stop), settings)
-            for start, stop in pairwise(bounds)
-        ]
+        self.stages = [Stage(backend, self.spec, LayerRange(start, stop), settings) for start, stop in pairwise(bounds)]
         for stage in self.stages:
             stage.load(file.tensors, lambda _: None)
             stage.allocate_cache((settings.max_blocks_per_seq * settings.max_seqs,))
