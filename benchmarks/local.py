@@ -73,7 +73,7 @@ def cases_of(model: str, threads: int, *, quick: bool) -> Iterator[Case]:
         yield Case(model, threads, "loopback", 0, num_tokens)
     elif quick:
         yield Case(model, threads, "decode", 0, num_tokens)
-        yield Case(model, threads, "decode", 4096, num_tokens)
+        yield Case(model, threads, "decode", 4096, 12)
         yield Case(model, threads, "streams", 8, 16)
     else:
         yield from (Case(model, threads, "decode", depth, num_tokens) for depth in (0, 1024, 4096))
