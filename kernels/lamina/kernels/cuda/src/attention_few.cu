@@ -149,7 +149,7 @@ DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* 
     const int head = blockIdx.y % p.num_kv_heads, count = min(16, queries - first_query);
     const int first_page = first_visible(p, p.positions[first_row + first_query / p.group]) / PAGE_TOKENS;
     const int last_row = first_row + (first_query + count - 1) / p.group;
-    const int num_pages = p.positions[last_row] / PAGE_TOKENS + 1 - first_page;
+    const int last_key = p.positions[last_row], num_pages = last_key / PAGE_TOKENS + 1 - first_page;
     const bool is_short = num_pages <= UNSPLIT_PAGES * FEW_WARPS;
     const int num_splits = is_short ? 1 : max(1, min(max_splits, num_pages / FEW_WARPS));
     if (split >= num_splits) return;
@@ -176,7 +176,7 @@ DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* 
             tile.apply_rules(p, page * PAGE_TOKENS, lane, s);
             Tile::largest(s, candidate);
             tile.raise(candidate);
-            tile.accumulate([&](int c) { return values.fragment(c); }, s);
+            tile.accumulate([&](int c) { return values.fragment(c); }, s, last_key - page * PAGE_TOKENS, lane);
         }
         tile.sum_totals();
         store_tile(tile, scratch[warp], lane, count);

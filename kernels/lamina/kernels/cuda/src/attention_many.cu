@@ -21,7 +21,8 @@ DEVICE void fetch_stage(const Attention& p, u8* stage, const int* table, int fir
     }
 }
 
-DEVICE void add_stage(const Attention& p, Tile& tile, const u8* stage, int first_page, int num_pages, int lane) {
+DEVICE void add_stage(const Attention& p, Tile& tile, const u8* stage, int first_page, int num_pages, int last_key,
+                      int lane) {
     float s[STAGE_PAGES][2][4], candidate[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
     const u8* mine = stage + lane * 16;
 #pragma unroll
@@ -37,7 +38,8 @@ DEVICE void add_stage(const Attention& p, Tile& tile, const u8* stage, int first
     for (int i = 0; i < STAGE_PAGES; i++) {
         if (i >= num_pages) break;
         const u8* values = mine + i * (KEY_PAGE_BYTES + VALUE_PAGE_BYTES) + KEY_PAGE_BYTES;
-        tile.accumulate([&](int c) { return *reinterpret_cast<const uint4*>(values + c * 512); }, s[i]);
+        tile.accumulate([&](int c) { return *reinterpret_cast<const uint4*>(values + c * 512); }, s[i],
+                        last_key - (first_page + i) * PAGE_TOKENS, lane);
     }
 }
 
@@ -97,7 +99,7 @@ attend_many(const Attention p, const Activations to) {
     const int last_query = min(block_query + TILE_QUERIES, queries) - 1;
     const int* table = p.block_table + static_cast<size_t>(seq) * p.table_stride;
     const int begin = first_visible(p, p.positions[first_row + block_query / p.group]) / PAGE_TOKENS;
-    const int end = p.positions[first_row + last_query / p.group] / PAGE_TOKENS + 1;
+    const int last_key = p.positions[first_row + last_query / p.group], end = last_key / PAGE_TOKENS + 1;
     Tile tile;
     tile.load(p, first_row, first_query, queries, head, lane);
     // pages that some query of this warp sees
@@ -114,7 +116,8 @@ attend_many(const Attention p, const Activations to) {
         copy_async_wait<1>();
         __syncthreads();
         if (page + STAGE_PAGES > warp_begin && page < warp_end)
-            add_stage(p, tile, memory + parity * STAGE_BYTES, page, min(STAGE_PAGES, end - page), lane);
+            add_stage(p, tile, memory + parity * STAGE_BYTES, page, min(STAGE_PAGES, end - page), last_key,
+                      lane);
         __syncthreads();
     }
     if (first_query < queries) write_tile(p, tile, first_row, first_query, queries, head, lane, to);

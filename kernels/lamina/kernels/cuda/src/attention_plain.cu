@@ -45,7 +45,8 @@ attend_plain(const Attention p, int type, int key_dim, int value_dim, const int*
         top = raised;
         total = total * kept + warp_sum(weight) * 0.5f;  // both halves of the warp hold the 16 weights
         for (int i = 0; i < PER_LANE; i++) o[i] *= kept;
-        for (int token = 0; token < PAGE_TOKENS; token++) {
+        // slots after the row's position may hold another sequence's NaN, and 0 * NaN is NaN
+        for (int token = 0; token < min(PAGE_TOKENS, position + 1 - page * PAGE_TOKENS); token++) {
             const float w = __shfl_sync(FULL_WARP, weight, token);
 #pragma unroll
             for (int i = 0; i < PER_LANE; i++)

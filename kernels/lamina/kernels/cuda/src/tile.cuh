@@ -106,8 +106,12 @@ struct Tile {
     }
 
     // Adds the page's values, weighted; `highest` already covers the scores. fragment(c): dimensions 16 c ..
+    // Slots after the `last` that is written may hold another sequence's NaN, and 0 * NaN is NaN: they count as 0.
     template <class Fragments>
-    DEVICE void accumulate(const Fragments& fragment, const float (&s)[2][4]) {
+    DEVICE void accumulate(const Fragments& fragment, const float (&s)[2][4], int last, int lane) {
+        const int written = last - lane % 4 * 4;  // this lane's tokens are 4 t .. 4 t + 3
+        const u32 first_two = (written >= 0 ? 0xffffu : 0u) | (written >= 1 ? 0xffff0000u : 0u);
+        const u32 last_two = (written >= 2 ? 0xffffu : 0u) | (written >= 3 ? 0xffff0000u : 0u);
         float weight[2][4];
 #pragma unroll
         for (int j = 0; j < 2; j++) {
@@ -123,8 +127,8 @@ struct Tile {
 #pragma unroll
         for (int c = 0; c < VALUE_TILES / 2; c++) {
             const uint4 b = fragment(c);
-            mma(o[2 * c], a, b.x, b.y);
-            mma(o[2 * c + 1], a, b.z, b.w);
+            mma(o[2 * c], a, b.x & first_two, b.y & last_two);
+            mma(o[2 * c + 1], a, b.z & first_two, b.w & last_two);
         }
     }
 
