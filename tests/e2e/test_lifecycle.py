@@ -77,7 +77,7 @@ def assert_gone(pids: list[int]) -> None:
 def test_demo_leaves_no_process_behind_when_interrupted(number: signal.Signals) -> None:
     demo = start_demo()
     children = wait_until_all_run(demo)
-    time.sleep(1.0)
+    time.sleep(0.3)
     demo.send_signal(number)
     demo.wait(30)
     assert_gone(children)
@@ -129,10 +129,17 @@ def test_interrupted_run_frees_its_stages() -> None:
     """Ctrl-C at the coordinator: exit code 130, and the worker holds no stage afterwards."""
     with running_workers(1) as workers:
         run = start_coordinator(
-            "run", str(smollm2_path()), "Hello", "--raw", "--max-tokens", "2000", "--workers", addresses(workers)
+            "run",
+            str(smollm2_path()),
+            "Once upon a time",
+            "--raw",
+            "--max-tokens",
+            "2000",
+            "--workers",
+            addresses(workers),
         )
         run.wait_for("loaded stage 0")
-        time.sleep(1.0)
+        time.sleep(0.2)
         assert run.stop(signal.SIGINT) == 130
         assert "Traceback" not in "".join(run.lines)
         assert rss_bytes(workers[0].popen.pid) < 400 * 2**20

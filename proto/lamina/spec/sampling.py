@@ -31,7 +31,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         checks = (
             (self.temperature >= 0, "temperature must be >= 0", self.temperature),
-            (0 <= self.top_k < 2**31, "top_k must be in [0, 2**31) (0 = off)", self.top_k),
+            (0 <= self.top_k < 2**32, "top_k must be in [0, 2**32) (0 = off)", self.top_k),
             (1e-9 <= self.top_p <= 1, "top_p must be in [1e-9, 1]", self.top_p),
             (0 <= self.min_p <= 1, "min_p must be in [0, 1]", self.min_p),
             (1e-9 <= self.typical_p <= 1, "typical_p must be in [1e-9, 1]", self.typical_p),
