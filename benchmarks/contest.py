@@ -68,7 +68,7 @@ class Contestant:
         """One command, one result. Raises ContestantFailed."""
         stdin = self._process.stdin
         if stdin is None or self._process.poll() is not None:
-            raise ContestantFailed(f"{self.name} is gone: {self._log.text}")
+            raise ContestantFailed(f"{self.name} is gone: {self._log.last_words()}")
         try:
             stdin.write(json.dumps({"op": op, **arguments}) + "\n")
             stdin.flush()
@@ -79,7 +79,7 @@ class Contestant:
             raise ContestantFailed(f"{self.name}: no answer to {op} within {timeout_s:g} s: {self._log.text}") from None
         if not line:
             self._answers.put(line)  # for whoever asks again
-            raise ContestantFailed(f"{self.name} died during {op}: {self._log.text}")
+            raise ContestantFailed(f"{self.name} died during {op}: {self._log.last_words()}")
         answer = json.loads(line)
         if "error" in answer:
             raise ContestantFailed(f"{self.name}: {op}: {answer['error']}")
@@ -124,6 +124,12 @@ class Tail:
     def text(self) -> str:
         with self._news:
             return " | ".join(line.strip() for line in self._lines[-8:])
+
+    def last_words(self, timeout_s: float = 2.0) -> str:
+        """What was said last by a process that has ended, once all of it is read."""
+        with self._news:
+            self._news.wait_for(lambda: self._ended, timeout_s)
+        return self.text
 
     def wait_for(self, pattern: re.Pattern[str], timeout_s: float) -> re.Match[str]:
         """The first line that matches. Raises ContestantFailed when the pipe or the time ends first."""
