@@ -38,8 +38,9 @@ models: $(MODEL) ## fetch the default model, checked by SHA-256
 $(MODEL): | $(BIN)/python
 	@$(BIN)/python deploy/fetch_default_model.py $(MODEL)
 
+demo: export LAMINA_DEMO_PROMPT = $(value PROMPT)
 demo: $(VENV)/.installed $(MODEL) ## two workers and a coordinator on loopback answer a prompt
-	@$(BIN)/python deploy/demo.py --model $(MODEL) "$(PROMPT)"
+	@$(BIN)/python deploy/demo.py --model $(MODEL) "$$LAMINA_DEMO_PROMPT"
 
 test: $(VENV)/.dev $(MODEL) ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -131,8 +131,11 @@ def test_another_stage_evicts_orphans(model: TinyModel) -> None:
     async def scene() -> None:
         async with running_worker("a") as a, Cluster.over(model, a) as cluster:
             pipeline = await cluster.deploy((1, 2), ("a", "a", "a"), id_="p")
+            assert a.registry.reclaimable_bytes(0) == 0
             await pipeline.close(unload=False)
             await cluster.until_orphaned("a")
+            # Still held, and counted as free: a planner must not refuse for its sake.
+            assert a.registry.reclaimable_bytes(0) == used_bytes(a) > 0
             pipeline = await cluster.deploy(id_="q")
             stages = await cluster.stages("a")
             assert [stage.placement for stage in stages] == ["q"]

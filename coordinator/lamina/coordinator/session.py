@@ -131,13 +131,10 @@ def choose_split(model: ModelFile, settings: SessionSettings, workers: Sequence[
 
 
 def addresses_of(settings: SessionSettings) -> tuple[Address, ...]:
-    """The workers to dial: those given, or those of the split file."""
+    """The workers to dial: those of the split file if there is one, also when LAMINA_WORKERS is set, or those given."""
     if settings.split.file is None:
         return settings.workers
-    named = tuple(dict.fromkeys(entry.address for entry in read_split_file(settings.split.file)))
-    if settings.workers and set(settings.workers) != set(named):
-        raise InvalidConfig(f"--workers and {settings.split.file} name different workers; leave --workers out")
-    return named
+    return tuple(dict.fromkeys(entry.address for entry in read_split_file(settings.split.file)))
 
 
 @asynccontextmanager

@@ -13,15 +13,15 @@ from lamina.spec.quant import WEIGHT_TYPES
 from lamina.v1 import worker_pb2 as wpb
 
 
-def device_profile(id_: DeviceId, backend: Backend, facts: DeviceFacts) -> DeviceProfile:
-    """The device, with the memory that `facts` found."""
+def device_profile(id_: DeviceId, backend: Backend, facts: DeviceFacts, reclaimable_bytes: int = 0) -> DeviceProfile:
+    """The device, with the memory that `facts` found, and what the next load may evict counted as free."""
     can = backend.capabilities
     return DeviceProfile(
         id=id_,
         kind=facts.kind,
         name=facts.name,
         total_bytes=facts.total_bytes,
-        free_bytes=facts.free_bytes,
+        free_bytes=min(facts.free_bytes + reclaimable_bytes, facts.total_bytes),
         kernel=can.kernel or backend.name,
         compute_dtype=can.compute_dtype,
         kv_dtypes=tuple(sorted(dtype.value for dtype in can.kv_dtypes)),

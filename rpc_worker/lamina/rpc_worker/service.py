@@ -50,7 +50,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         found = await asyncio.gather(*(device.facts() for device in self._devices))
         worker = WorkerName(self._settings.name)
         profiles = [
-            device_profile(DeviceId(worker, index), device.backend, facts)
+            device_profile(DeviceId(worker, index), device.backend, facts, self._registry.reclaimable_bytes(index))
             for index, (device, facts) in enumerate(zip(self._devices, found, strict=True))
         ]
         return wpb.DescribeResponse(

@@ -68,6 +68,11 @@ class StageRegistry:
     def __iter__(self) -> Iterator[StageRuntime]:
         return iter([held.runtime for held in self._stages.values()])
 
+    def reclaimable_bytes(self, device: int) -> int:
+        """Bytes on a device of stages that the next load may evict: their coordinator is gone."""
+        gone = [held.runtime.stage.facts for held in self._stages.values() if self._is_abandoned(held, device)]
+        return sum(facts.weight_bytes + facts.arena_bytes + facts.cache_bytes for facts in gone)
+
     def device_index(self, runtime: StageRuntime) -> int:
         """Which of the worker's devices a stage is on."""
         return self._devices.index(runtime.device)
@@ -167,7 +172,14 @@ class StageRegistry:
             return False
         if key.placement == request.key.placement:
             return key.epoch < request.key.epoch
+        return self._may_go(held)
+
+    def _may_go(self, held: _Held) -> bool:
         return held.runtime.has_ended or self._clock() >= held.reserved_until_s
+
+    def _is_abandoned(self, held: _Held, device: int) -> bool:
+        runtime = held.runtime
+        return self.device_index(runtime) == device and not runtime.is_controlled and self._may_go(held)
 
     async def _adopt(self, request: LoadRequest) -> StageRuntime | None:
         """A stage with the same weights and settings that no coordinator controls, put under the new key."""

@@ -68,7 +68,7 @@ def run(
     settings = _session_settings(opened, workers, split, split_file, context, 1, kv_dtype, wire_dtype, max_rows)
     if not settings.workers and split_file is None:
         raise InvalidConfig("no workers: start `rpc-worker` on each machine and name them with --workers host:port,…")
-    text = prompt or sys.stdin.read()
+    text = prompt or options.read_prompt()
     asyncio.run(run_prompt(opened, settings, RunRequest(text, sampling, max_tokens, chat, quiet)))
 
 
@@ -96,12 +96,10 @@ def plan(
     """Show what a split would cost in bytes; loads nothing."""
     opened = open_model_file(model)
     settings = _session_settings(opened, workers, split, split_file, context, parallel, kv_dtype, "f32", max_rows)
-    if settings.workers or split_file is not None:
-        if memory:
-            raise InvalidConfig("--memory and --workers exclude each other")
-        stages = asyncio.run(plan_online(opened, settings))
-    else:
+    if memory or not (settings.workers or split_file is not None):  # LAMINA_WORKERS may be exported; --memory is asked
         stages = plan_offline(opened, settings, options.parse_sizes(memory) if memory else None)
+    else:
+        stages = asyncio.run(plan_online(opened, settings))
     print_plan(opened, stages, as_json=as_json)
 
 
@@ -135,10 +133,13 @@ def main() -> None:
     except LaminaError as error:
         print(f"coordinator: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:  # whoever read the answer went away
         sys.exit(EXIT_INTERRUPTED)
+    except OSError as error:  # a full disk behind standard output
+        print(f"coordinator: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
 
 
 if __name__ == "__main__":

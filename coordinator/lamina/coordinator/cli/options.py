@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from lamina.coordinator.planner.split_file import parse_split
 from lamina.coordinator.session import SplitChoice
 from lamina.spec.address import Address, parse_address
-from lamina.spec.errors import InvalidConfig
+from lamina.spec.errors import InvalidConfig, InvalidRequest
 from lamina.spec.placement import KV_DTYPES, WIRE_DTYPES, StageSettings
 from lamina.spec.sizes import parse_size
 
@@ -83,6 +84,21 @@ def stage_settings(
         kv_dtype=kv_dtype,
         wire_dtype=wire_dtype,
     )
+
+
+def read_prompt() -> str:
+    """Standard input as text. Raises InvalidRequest if it is empty or not UTF-8."""
+    if sys.stdin.isatty():
+        print("the prompt comes from standard input; end it with Ctrl-D", file=sys.stderr)
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(
+            f"standard input is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
+        ) from None
+    if not text.strip():
+        raise InvalidRequest("the prompt is empty: give it as an argument or on standard input")
+    return text
 
 
 def is_interactive() -> bool:

@@ -1,5 +1,9 @@
 """`coordinator run`: bring a model up, answer one prompt on standard output, take it down again."""
 
+import asyncio
+import io
+import signal
+import sys
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -31,7 +35,16 @@ class RunRequest:
 
 
 async def run(model: ModelFile, settings: SessionSettings, request: RunRequest) -> None:
-    """Stream the answer to standard output; the split, loading and timing go to standard error."""
+    """Stream the answer to standard output; the split, loading and timing go to standard error.
+
+    SIGTERM and a closed terminal end it as Ctrl-C does: the stages are unloaded first.
+    """
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if task is not None:
+            loop.add_signal_handler(number, task.cancel)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     console = Console(stderr=True, width=None if is_interactive() else 110)
     prompt_ids = encode_prompt(model, request)
 
@@ -75,16 +88,17 @@ async def _answer(session: Session, prompt_ids: tuple[int, ...], request: RunReq
     start = time.perf_counter()
     first = start
     num_tokens = 0
-    async for event in session.engine.submit(sequence):
-        if event.finish is FinishReason.ERROR:
-            print(detokenizer.flush(), flush=True)
-            raise NumericalError(event.error)
-        if num_tokens == 0:
-            first = time.perf_counter()
-        num_tokens += 1
-        print(detokenizer.push([event.token]), end="", flush=True)
-    end = time.perf_counter()
-    print(detokenizer.flush(), flush=True)
+    try:
+        async for event in session.engine.submit(sequence):
+            if event.finish is FinishReason.ERROR:
+                raise NumericalError(event.error)
+            if num_tokens == 0:
+                first = time.perf_counter()
+            num_tokens += 1
+            print(detokenizer.push([event.token]), end="", flush=True)
+    finally:  # whatever is said next begins on a line of its own
+        end = time.perf_counter()
+        print(detokenizer.flush(), flush=True)
     if not request.quiet:
         console.print(timing_line(len(prompt_ids), first - start, num_tokens, end - first), highlight=False)
 
