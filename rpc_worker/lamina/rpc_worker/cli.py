@@ -19,7 +19,7 @@ from lamina.wire.version import own_version
 EXIT_USER_ERROR = 2
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
-app = typer.Typer(add_completion=True, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def _show_version(wanted: bool) -> None:

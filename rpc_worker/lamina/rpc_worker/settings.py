@@ -37,6 +37,9 @@ class WorkerSettings:
                 f"--join {self.join} is on another machine, which cannot reach this worker at {reachable_at}; "
                 "use --listen HOST:PORT with an address it can reach, or --advertise"
             )
+        for folder in self.model_folders:
+            if not folder.is_dir():
+                raise InvalidConfig(f"--models {folder}: there is no such folder")
         if self.num_threads is not None and self.num_threads < 1:
             raise InvalidConfig(f"--threads must be at least 1, or 0 for all usable cores, got {self.num_threads}")
 
