@@ -100,7 +100,9 @@ async def _answer(session: Session, prompt_ids: tuple[int, ...], request: RunReq
         end = time.perf_counter()
         print(detokenizer.flush(), flush=True)
     if not request.quiet:
-        console.print(timing_line(len(prompt_ids), first - start, num_tokens, end - first), highlight=False, soft_wrap=True)
+        console.print(
+            timing_line(len(prompt_ids), first - start, num_tokens, end - first), highlight=False, soft_wrap=True
+        )
 
 
 def timing_line(num_prompt: int, prefill_s: float, num_tokens: int, decode_s: float) -> str:
