@@ -1,7 +1,7 @@
 """What a worker says of itself and its devices. Figures are measured by the worker when asked, not remembered."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lamina.spec.ids import DeviceId, Epoch, PlacementId, WorkerName
 from lamina.spec.model import LayerRange
@@ -26,6 +26,21 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceHealth:
+    """What NVML says of a card now; 0 where it does not say. The maxima are what card and slot can do together."""
+
+    pcie_generation: int = 0
+    pcie_width: int = 0
+    max_pcie_generation: int = 0
+    max_pcie_width: int = 0
+    temperature_c: float = 0.0
+    power_w: float = 0.0
+    clock_mhz: int = 0  # of the multiprocessors
+    memory_clock_mhz: int = 0
+    busy_ratio: float = 0.0  # share of the last moments in which a kernel ran
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceProfile:
     """One device: memory in bytes (free: now, under the worker's cap) and what its backend can do."""
 
@@ -40,6 +55,19 @@ class DeviceProfile:
     graphs: bool
     threads: int
     weight_bits: Mapping[GgmlType, float]  # bits per value of a matrix of this type once loaded
+    health: DeviceHealth | None = None  # None where nothing measures it
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCounts:
+    """Recorded steps of a stage since it was loaded; `vetoes` are steps run op by op though recordings are on."""
+
+    captures: int = 0
+    replays: int = 0
+    evictions: int = 0
+    held: int = 0
+    held_bytes: int = 0
+    vetoes: Mapping[str, int] = field(default_factory=dict)  # by reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +88,8 @@ class LoadedStage:
     num_steps: int
     busy_s: float
     num_sequences: int
+    graphs: GraphCounts = field(default_factory=GraphCounts)
+    compute_dtype: str = ""  # of its large matrix products, now
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from lamina.spec.step import BLOCK_TOKENS
 
 KV_DTYPES = ("f32", "f16", "bf16", "q8_0")
 WIRE_DTYPES = ("f32", "bf16", "f16")
+GRAPH_MODES = ("auto", "on", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class StageSettings:
     kv_dtype: str = "f16"
     wire_dtype: str = "f32"
     block_tokens: int = BLOCK_TOKENS
+    cuda_graphs: str = "auto"  # the cluster's wish, for workers whose own is auto
 
     def __post_init__(self) -> None:
         if self.block_tokens != BLOCK_TOKENS:
@@ -31,6 +33,8 @@ class StageSettings:
             raise InvalidConfig(f"kv_dtype {self.kv_dtype!r} is none of {', '.join(KV_DTYPES)}")
         if self.wire_dtype not in WIRE_DTYPES:
             raise InvalidConfig(f"wire_dtype {self.wire_dtype!r} is none of {', '.join(WIRE_DTYPES)}")
+        if self.cuda_graphs not in GRAPH_MODES:
+            raise InvalidConfig(f"cuda_graphs {self.cuda_graphs!r} is none of {', '.join(GRAPH_MODES)}")
         for name in ("max_rows", "max_seqs", "max_logit_rows", "max_context"):
             if not 1 <= getattr(self, name) <= 2**24:
                 raise InvalidConfig(f"{name} must be between 1 and {2**24}, got {getattr(self, name)}")

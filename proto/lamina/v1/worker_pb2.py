@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from lamina.v1 import step_pb2 as lamina_dot_v1_dot_step__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16lamina/v1/worker.proto\x12\tlamina.v1\x1a\x14lamina/v1/step.proto\"a\n\x07Version\x12\x0f\n\x07product\x18\x01 \x01(\t\x12\x16\n\x0eprotocol_major\x18\x02 \x01(\r\x12\x16\n\x0eprotocol_minor\x18\x03 \x01(\r\x12\x15\n\rschema_digest\x18\x04 \x01(\x0c\"\xa2\x02\n\x06\x44\x65vice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x12\n\nfree_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06kernel\x18\x06 \x01(\t\x12\x15\n\rcompute_dtype\x18\x07 \x01(\t\x12\x11\n\tkv_dtypes\x18\x08 \x03(\t\x12\x0e\n\x06graphs\x18\t \x01(\x08\x12\x0f\n\x07threads\x18\n \x01(\r\x12\x36\n\x0bweight_bits\x18\x0b \x03(\x0b\x32!.lamina.v1.Device.WeightBitsEntry\x1a\x31\n\x0fWeightBitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb4\x02\n\x0bLoadedStage\x12\x11\n\tplacement\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x14\n\x0cmodel_digest\x18\x07 \x01(\t\x12\x17\n\x0fsettings_digest\x18\x08 \x01(\x0c\x12\x14\n\x0cweight_bytes\x18\t \x01(\x04\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\n \x01(\x04\x12\x13\n\x0b\x61rena_bytes\x18\x0b \x01(\x04\x12\x12\n\ncontrolled\x18\x0c \x01(\x08\x12\x11\n\tnum_steps\x18\r \x01(\x04\x12\x0e\n\x06\x62usy_s\x18\x0e \x01(\x01\x12\x15\n\rnum_sequences\x18\x0f \x01(\r\"6\n\x0f\x44\x65scribeRequest\x12#\n\x07version\x18\x01 \x01(\x0b\x32\x12.lamina.v1.Version\"\xb8\x01\n\x10\x44\x65scribeResponse\x12#\n\x07version\x18\x01 \x01(\x0b\x32\x12.lamina.v1.Version\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x11\n\tadvertise\x18\x03 \x01(\t\x12\"\n\x07\x64\x65vices\x18\x04 \x03(\x0b\x32\x11.lamina.v1.Device\x12&\n\x06stages\x18\x05 \x03(\x0b\x32\x16.lamina.v1.LoadedStage\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01\"\xb3\x01\n\rStageSettings\x12\x14\n\x0c\x62lock_tokens\x18\x01 \x01(\r\x12\x10\n\x08max_rows\x18\x02 \x01(\r\x12\x10\n\x08max_seqs\x18\x03 \x01(\r\x12\x16\n\x0emax_logit_rows\x18\x04 \x01(\r\x12\x13\n\x0bmax_context\x18\x05 \x01(\r\x12\x10\n\x08kv_dtype\x18\x06 \x01(\t\x12)\n\nwire_dtype\x18\x07 \x01(\x0e\x32\x15.lamina.v1.FrameDtype\"\x8b\x02\n\x10LoadStageRequest\x12#\n\x07version\x18\x01 \x01(\x0b\x32\x12.lamina.v1.Version\x12\x11\n\tplacement\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\r\n\x05stage\x18\x04 \x01(\r\x12\x12\n\nnum_stages\x18\x05 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\r\x12\x12\n\nmodel_path\x18\x07 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x08 \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\t \x01(\r\x12\x12\n\nnum_layers\x18\n \x01(\r\x12*\n\x08settings\x18\x0b \x01(\x0b\x32\x18.lamina.v1.StageSettings\"\xa2\x01\n\x11LoadStageResponse\x12\x12\n\ndone_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12\x14\n\x0cweight_bytes\x18\x04 \x01(\x04\x12\x13\n\x0b\x61rena_bytes\x18\x05 \x01(\x04\x12\x12\n\nfree_bytes\x18\x06 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x07 \x03(\x04\"[\n\x14\x41llocateCacheRequest\x12\x11\n\tplacement\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x03(\r\",\n\x15\x41llocateCacheResponse\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\x01 \x01(\x04\"m\n\x10LinkStageRequest\x12\x11\n\tplacement\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x12\n\nnext_stage\x18\x04 \x01(\r\x12\x14\n\x0cnext_address\x18\x05 \x01(\t\"0\n\x11LinkStageResponse\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\r\n\x05rtt_s\x18\x02 \x01(\x01\"1\n\rUnloadRequest\x12\x11\n\tplacement\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"$\n\x0eUnloadResponse\x12\x12\n\nnum_stages\x18\x01 \x01(\r2\xf5\x03\n\x06Worker\x12\x43\n\x08\x44\x65scribe\x12\x1a.lamina.v1.DescribeRequest\x1a\x1b.lamina.v1.DescribeResponse\x12H\n\tLoadStage\x12\x1b.lamina.v1.LoadStageRequest\x1a\x1c.lamina.v1.LoadStageResponse0\x01\x12R\n\rAllocateCache\x12\x1f.lamina.v1.AllocateCacheRequest\x1a .lamina.v1.AllocateCacheResponse\x12\x46\n\tLinkStage\x12\x1b.lamina.v1.LinkStageRequest\x1a\x1c.lamina.v1.LinkStageResponse\x12=\n\x06Unload\x12\x18.lamina.v1.UnloadRequest\x1a\x19.lamina.v1.UnloadResponse\x12>\n\x05Steps\x12\x17.lamina.v1.StepsRequest\x1a\x18.lamina.v1.StepsResponse(\x01\x30\x01\x12\x41\n\x06\x46rames\x12\x18.lamina.v1.FramesRequest\x1a\x19.lamina.v1.FramesResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16lamina/v1/worker.proto\x12\tlamina.v1\x1a\x14lamina/v1/step.proto\"a\n\x07Version\x12\x0f\n\x07product\x18\x01 \x01(\t\x12\x16\n\x0eprotocol_major\x18\x02 \x01(\r\x12\x16\n\x0eprotocol_minor\x18\x03 \x01(\r\x12\x15\n\rschema_digest\x18\x04 \x01(\x0c\"\xcb\x02\n\x06\x44\x65vice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x12\n\nfree_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06kernel\x18\x06 \x01(\t\x12\x15\n\rcompute_dtype\x18\x07 \x01(\t\x12\x11\n\tkv_dtypes\x18\x08 \x03(\t\x12\x0e\n\x06graphs\x18\t \x01(\x08\x12\x0f\n\x07threads\x18\n \x01(\r\x12\x36\n\x0bweight_bits\x18\x0b \x03(\x0b\x32!.lamina.v1.Device.WeightBitsEntry\x12\'\n\x06health\x18\x0c \x01(\x0b\x32\x17.lamina.v1.DeviceHealth\x1a\x31\n\x0fWeightBitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xd9\x01\n\x0c\x44\x65viceHealth\x12\x17\n\x0fpcie_generation\x18\x01 \x01(\r\x12\x12\n\npcie_width\x18\x02 \x01(\r\x12\x1b\n\x13max_pcie_generation\x18\x03 \x01(\r\x12\x16\n\x0emax_pcie_width\x18\x04 \x01(\r\x12\x15\n\rtemperature_c\x18\x05 \x01(\x01\x12\x0f\n\x07power_w\x18\x06 \x01(\x01\x12\x11\n\tclock_mhz\x18\x07 \x01(\r\x12\x18\n\x10memory_clock_mhz\x18\x08 \x01(\r\x12\x12\n\nbusy_ratio\x18\t \x01(\x01\"\xc8\x01\n\x0bGraphCounts\x12\x10\n\x08\x63\x61ptures\x18\x01 \x01(\x04\x12\x0f\n\x07replays\x18\x02 \x01(\x04\x12\x11\n\tevictions\x18\x03 \x01(\x04\x12\x0c\n\x04held\x18\x04 \x01(\r\x12\x12\n\nheld_bytes\x18\x05 \x01(\x04\x12\x32\n\x06vetoes\x18\x06 \x03(\x0b\x32\".lamina.v1.GraphCounts.VetoesEntry\x1a-\n\x0bVetoesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xf3\x02\n\x0bLoadedStage\x12\x11\n\tplacement\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x14\n\x0cmodel_digest\x18\x07 \x01(\t\x12\x17\n\x0fsettings_digest\x18\x08 \x01(\x0c\x12\x14\n\x0cweight_bytes\x18\t \x01(\x04\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\n \x01(\x04\x12\x13\n\x0b\x61rena_bytes\x18\x0b \x01(\x04\x12\x12\n\ncontrolled\x18\x0c \x01(\x08\x12\x11\n\tnum_steps\x18\r \x01(\x04\x12\x0e\n\x06\x62usy_s\x18\x0e \x01(\x01\x12\x15\n\rnum_sequences\x18\x0f \x01(\r\x12&\n\x06graphs\x18\x10 \x01(\x0b\x32\x16.lamina.v1.GraphCounts\x12\x15\n\rcompute_dtype\x18\x11 \x01(\t\"6\n\x0f\x44\x65scribeRequest\x12#\n\x07version\x18\x01 \x01(\x0b\x32\x12.lamina.v1.Version\"\xb8\x01\n\x10\x44\x65scribeResponse\x12#\n\x07version\x18\x01 \x01(\x0b\x32\x12.lamina.v1.Version\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x11\n\tadvertise\x18\x03 \x01(\t\x12\"\n\x07\x64\x65vices\x18\x04 \x03(\x0b\x32\x11.lamina.v1.Device\x12&\n\x06stages\x18\x05 \x03(\x0b\x32\x16.lamina.v1.LoadedStage\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01\"\xc8\x01\n\rStageSettings\x12\x14\n\x0c\x62lock_tokens\x18\x01 \x01(\r\x12\x10\n\x08max_rows\x18\x02 \x01(\r\x12\x10\n\x08max_seqs\x18\x03 \x01(\r\x12\x16\n\x0emax_logit_rows\x18\x04 \x01(\r\x12\x13\n\x0bmax_context\x18\x05 \x01(\r\x12\x10\n\x08kv_dtype\x18\x06 \x01(\t\x12)\n\nwire_dtype\x18\x07 \x01(\x0e\x32\x15.lamina.v1.FrameDtype\x12\x13\n\x0b\x63uda_graphs\x18\x08 \x01(\t\"\x8b\x02\n\x10LoadStageRequest\x12#\n\x07version\x18\x01 \x01(\x0b\x32\x12.lamina.v1.Version\x12\x11\n\tplacement\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\r\n\x05stage\x18\x04 \x01(\r\x12\x12\n\nnum_stages\x18\x05 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\r\x12\x12\n\nmodel_path\x18\x07 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x08 \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\t \x01(\r\x12\x12\n\nnum_layers\x18\n \x01(\r\x12*\n\x08settings\x18\x0b \x01(\x0b\x32\x18.lamina.v1.StageSettings\"\xa2\x01\n\x11LoadStageResponse\x12\x12\n\ndone_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12\x14\n\x0cweight_bytes\x18\x04 \x01(\x04\x12\x13\n\x0b\x61rena_bytes\x18\x05 \x01(\x04\x12\x12\n\nfree_bytes\x18\x06 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x07 \x03(\x04\"[\n\x14\x41llocateCacheRequest\x12\x11\n\tplacement\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x03(\r\",\n\x15\x41llocateCacheResponse\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\x01 \x01(\x04\"m\n\x10LinkStageRequest\x12\x11\n\tplacement\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x12\n\nnext_stage\x18\x04 \x01(\r\x12\x14\n\x0cnext_address\x18\x05 \x01(\t\"0\n\x11LinkStageResponse\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\r\n\x05rtt_s\x18\x02 \x01(\x01\"1\n\rUnloadRequest\x12\x11\n\tplacement\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"$\n\x0eUnloadResponse\x12\x12\n\nnum_stages\x18\x01 \x01(\r2\xf5\x03\n\x06Worker\x12\x43\n\x08\x44\x65scribe\x12\x1a.lamina.v1.DescribeRequest\x1a\x1b.lamina.v1.DescribeResponse\x12H\n\tLoadStage\x12\x1b.lamina.v1.LoadStageRequest\x1a\x1c.lamina.v1.LoadStageResponse0\x01\x12R\n\rAllocateCache\x12\x1f.lamina.v1.AllocateCacheRequest\x1a .lamina.v1.AllocateCacheResponse\x12\x46\n\tLinkStage\x12\x1b.lamina.v1.LinkStageRequest\x1a\x1c.lamina.v1.LinkStageResponse\x12=\n\x06Unload\x12\x18.lamina.v1.UnloadRequest\x1a\x19.lamina.v1.UnloadResponse\x12>\n\x05Steps\x12\x17.lamina.v1.StepsRequest\x1a\x18.lamina.v1.StepsResponse(\x01\x30\x01\x12\x41\n\x06\x46rames\x12\x18.lamina.v1.FramesRequest\x1a\x19.lamina.v1.FramesResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,36 +34,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DEVICE_WEIGHTBITSENTRY']._loaded_options = None
   _globals['_DEVICE_WEIGHTBITSENTRY']._serialized_options = b'8\001'
+  _globals['_GRAPHCOUNTS_VETOESENTRY']._loaded_options = None
+  _globals['_GRAPHCOUNTS_VETOESENTRY']._serialized_options = b'8\001'
   _globals['_VERSION']._serialized_start=59
   _globals['_VERSION']._serialized_end=156
   _globals['_DEVICE']._serialized_start=159
-  _globals['_DEVICE']._serialized_end=449
-  _globals['_DEVICE_WEIGHTBITSENTRY']._serialized_start=400
-  _globals['_DEVICE_WEIGHTBITSENTRY']._serialized_end=449
-  _globals['_LOADEDSTAGE']._serialized_start=452
-  _globals['_LOADEDSTAGE']._serialized_end=760
-  _globals['_DESCRIBEREQUEST']._serialized_start=762
-  _globals['_DESCRIBEREQUEST']._serialized_end=816
-  _globals['_DESCRIBERESPONSE']._serialized_start=819
-  _globals['_DESCRIBERESPONSE']._serialized_end=1003
-  _globals['_STAGESETTINGS']._serialized_start=1006
-  _globals['_STAGESETTINGS']._serialized_end=1185
-  _globals['_LOADSTAGEREQUEST']._serialized_start=1188
-  _globals['_LOADSTAGEREQUEST']._serialized_end=1455
-  _globals['_LOADSTAGERESPONSE']._serialized_start=1458
-  _globals['_LOADSTAGERESPONSE']._serialized_end=1620
-  _globals['_ALLOCATECACHEREQUEST']._serialized_start=1622
-  _globals['_ALLOCATECACHEREQUEST']._serialized_end=1713
-  _globals['_ALLOCATECACHERESPONSE']._serialized_start=1715
-  _globals['_ALLOCATECACHERESPONSE']._serialized_end=1759
-  _globals['_LINKSTAGEREQUEST']._serialized_start=1761
-  _globals['_LINKSTAGEREQUEST']._serialized_end=1870
-  _globals['_LINKSTAGERESPONSE']._serialized_start=1872
-  _globals['_LINKSTAGERESPONSE']._serialized_end=1920
-  _globals['_UNLOADREQUEST']._serialized_start=1922
-  _globals['_UNLOADREQUEST']._serialized_end=1971
-  _globals['_UNLOADRESPONSE']._serialized_start=1973
-  _globals['_UNLOADRESPONSE']._serialized_end=2009
-  _globals['_WORKER']._serialized_start=2012
-  _globals['_WORKER']._serialized_end=2513
+  _globals['_DEVICE']._serialized_end=490
+  _globals['_DEVICE_WEIGHTBITSENTRY']._serialized_start=441
+  _globals['_DEVICE_WEIGHTBITSENTRY']._serialized_end=490
+  _globals['_DEVICEHEALTH']._serialized_start=493
+  _globals['_DEVICEHEALTH']._serialized_end=710
+  _globals['_GRAPHCOUNTS']._serialized_start=713
+  _globals['_GRAPHCOUNTS']._serialized_end=913
+  _globals['_GRAPHCOUNTS_VETOESENTRY']._serialized_start=868
+  _globals['_GRAPHCOUNTS_VETOESENTRY']._serialized_end=913
+  _globals['_LOADEDSTAGE']._serialized_start=916
+  _globals['_LOADEDSTAGE']._serialized_end=1287
+  _globals['_DESCRIBEREQUEST']._serialized_start=1289
+  _globals['_DESCRIBEREQUEST']._serialized_end=1343
+  _globals['_DESCRIBERESPONSE']._serialized_start=1346
+  _globals['_DESCRIBERESPONSE']._serialized_end=1530
+  _globals['_STAGESETTINGS']._serialized_start=1533
+  _globals['_STAGESETTINGS']._serialized_end=1733
+  _globals['_LOADSTAGEREQUEST']._serialized_start=1736
+  _globals['_LOADSTAGEREQUEST']._serialized_end=2003
+  _globals['_LOADSTAGERESPONSE']._serialized_start=2006
+  _globals['_LOADSTAGERESPONSE']._serialized_end=2168
+  _globals['_ALLOCATECACHEREQUEST']._serialized_start=2170
+  _globals['_ALLOCATECACHEREQUEST']._serialized_end=2261
+  _globals['_ALLOCATECACHERESPONSE']._serialized_start=2263
+  _globals['_ALLOCATECACHERESPONSE']._serialized_end=2307
+  _globals['_LINKSTAGEREQUEST']._serialized_start=2309
+  _globals['_LINKSTAGEREQUEST']._serialized_end=2418
+  _globals['_LINKSTAGERESPONSE']._serialized_start=2420
+  _globals['_LINKSTAGERESPONSE']._serialized_end=2468
+  _globals['_UNLOADREQUEST']._serialized_start=2470
+  _globals['_UNLOADREQUEST']._serialized_end=2519
+  _globals['_UNLOADRESPONSE']._serialized_start=2521
+  _globals['_UNLOADRESPONSE']._serialized_end=2557
+  _globals['_WORKER']._serialized_start=2560
+  _globals['_WORKER']._serialized_end=3061
 # @@protoc_insertion_point(module_scope)

@@ -87,6 +87,7 @@ class Device(_message.Message):
     GRAPHS_FIELD_NUMBER: _builtins.int
     THREADS_FIELD_NUMBER: _builtins.int
     WEIGHT_BITS_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     kind: _builtins.str
     """cpu, cuda, mock"""
@@ -105,6 +106,10 @@ class Device(_message.Message):
     def weight_bits(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """by GGUF tensor type: bits per value of a matrix once loaded"""
 
+    @_builtins.property
+    def health(self) -> Global___DeviceHealth:
+        """absent where nothing measures it"""
+
     def __init__(
         self,
         *,
@@ -119,14 +124,123 @@ class Device(_message.Message):
         graphs: _builtins.bool = ...,
         threads: _builtins.int = ...,
         weight_bits: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        health: Global___DeviceHealth | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["health", b"health"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_dtype", b"compute_dtype", "free_bytes", b"free_bytes", "graphs", b"graphs", "index", b"index", "kernel", b"kernel", "kind", b"kind", "kv_dtypes", b"kv_dtypes", "name", b"name", "threads", b"threads", "total_bytes", b"total_bytes", "weight_bits", b"weight_bits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_dtype", b"compute_dtype", "free_bytes", b"free_bytes", "graphs", b"graphs", "health", b"health", "index", b"index", "kernel", b"kernel", "kind", b"kind", "kv_dtypes", b"kv_dtypes", "name", b"name", "threads", b"threads", "total_bytes", b"total_bytes", "weight_bits", b"weight_bits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Device: _TypeAlias = Device  # noqa: Y015
+
+@_typing.final
+class DeviceHealth(_message.Message):
+    """What NVML says of a card now. 0 where it does not say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PCIE_GENERATION_FIELD_NUMBER: _builtins.int
+    PCIE_WIDTH_FIELD_NUMBER: _builtins.int
+    MAX_PCIE_GENERATION_FIELD_NUMBER: _builtins.int
+    MAX_PCIE_WIDTH_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_C_FIELD_NUMBER: _builtins.int
+    POWER_W_FIELD_NUMBER: _builtins.int
+    CLOCK_MHZ_FIELD_NUMBER: _builtins.int
+    MEMORY_CLOCK_MHZ_FIELD_NUMBER: _builtins.int
+    BUSY_RATIO_FIELD_NUMBER: _builtins.int
+    pcie_generation: _builtins.int
+    """of the link now; it rests at less when idle"""
+    pcie_width: _builtins.int
+    max_pcie_generation: _builtins.int
+    """what card and slot can do together"""
+    max_pcie_width: _builtins.int
+    temperature_c: _builtins.float
+    power_w: _builtins.float
+    clock_mhz: _builtins.int
+    """of the multiprocessors"""
+    memory_clock_mhz: _builtins.int
+    busy_ratio: _builtins.float
+    """share of the last moments in which a kernel ran"""
+    def __init__(
+        self,
+        *,
+        pcie_generation: _builtins.int = ...,
+        pcie_width: _builtins.int = ...,
+        max_pcie_generation: _builtins.int = ...,
+        max_pcie_width: _builtins.int = ...,
+        temperature_c: _builtins.float = ...,
+        power_w: _builtins.float = ...,
+        clock_mhz: _builtins.int = ...,
+        memory_clock_mhz: _builtins.int = ...,
+        busy_ratio: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_ratio", b"busy_ratio", "clock_mhz", b"clock_mhz", "max_pcie_generation", b"max_pcie_generation", "max_pcie_width", b"max_pcie_width", "memory_clock_mhz", b"memory_clock_mhz", "pcie_generation", b"pcie_generation", "pcie_width", b"pcie_width", "power_w", b"power_w", "temperature_c", b"temperature_c"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceHealth: _TypeAlias = DeviceHealth  # noqa: Y015
+
+@_typing.final
+class GraphCounts(_message.Message):
+    """Recorded steps of a stage since it was loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class VetoesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    CAPTURES_FIELD_NUMBER: _builtins.int
+    REPLAYS_FIELD_NUMBER: _builtins.int
+    EVICTIONS_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
+    VETOES_FIELD_NUMBER: _builtins.int
+    captures: _builtins.int
+    replays: _builtins.int
+    evictions: _builtins.int
+    held: _builtins.int
+    held_bytes: _builtins.int
+    @_builtins.property
+    def vetoes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """steps run op by op though recordings are on, by reason"""
+
+    def __init__(
+        self,
+        *,
+        captures: _builtins.int = ...,
+        replays: _builtins.int = ...,
+        evictions: _builtins.int = ...,
+        held: _builtins.int = ...,
+        held_bytes: _builtins.int = ...,
+        vetoes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["captures", b"captures", "evictions", b"evictions", "held", b"held", "held_bytes", b"held_bytes", "replays", b"replays", "vetoes", b"vetoes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GraphCounts: _TypeAlias = GraphCounts  # noqa: Y015
 
 @_typing.final
 class LoadedStage(_message.Message):
@@ -147,6 +261,8 @@ class LoadedStage(_message.Message):
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     BUSY_S_FIELD_NUMBER: _builtins.int
     NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    GRAPHS_FIELD_NUMBER: _builtins.int
+    COMPUTE_DTYPE_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     epoch: _builtins.int
     stage: _builtins.int
@@ -164,6 +280,10 @@ class LoadedStage(_message.Message):
     busy_s: _builtins.float
     """inside ops since load"""
     num_sequences: _builtins.int
+    compute_dtype: _builtins.str
+    """of its large matrix products, now"""
+    @_builtins.property
+    def graphs(self) -> Global___GraphCounts: ...
     def __init__(
         self,
         *,
@@ -182,10 +302,12 @@ class LoadedStage(_message.Message):
         num_steps: _builtins.int = ...,
         busy_s: _builtins.float = ...,
         num_sequences: _builtins.int = ...,
+        graphs: Global___GraphCounts | None = ...,
+        compute_dtype: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["graphs", b"graphs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "busy_s", b"busy_s", "cache_bytes", b"cache_bytes", "controlled", b"controlled", "device", b"device", "epoch", b"epoch", "first_layer", b"first_layer", "model_digest", b"model_digest", "num_layers", b"num_layers", "num_sequences", b"num_sequences", "num_steps", b"num_steps", "placement", b"placement", "settings_digest", b"settings_digest", "stage", b"stage", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "busy_s", b"busy_s", "cache_bytes", b"cache_bytes", "compute_dtype", b"compute_dtype", "controlled", b"controlled", "device", b"device", "epoch", b"epoch", "first_layer", b"first_layer", "graphs", b"graphs", "model_digest", b"model_digest", "num_layers", b"num_layers", "num_sequences", b"num_sequences", "num_steps", b"num_steps", "placement", b"placement", "settings_digest", b"settings_digest", "stage", b"stage", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -259,6 +381,7 @@ class StageSettings(_message.Message):
     MAX_CONTEXT_FIELD_NUMBER: _builtins.int
     KV_DTYPE_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
+    CUDA_GRAPHS_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     max_rows: _builtins.int
     """tokens in one step"""
@@ -267,6 +390,8 @@ class StageSettings(_message.Message):
     max_context: _builtins.int
     kv_dtype: _builtins.str
     wire_dtype: _step_pb2.FrameDtype.ValueType
+    cuda_graphs: _builtins.str
+    """auto, on or off, where the worker's own setting is auto"""
     def __init__(
         self,
         *,
@@ -277,10 +402,11 @@ class StageSettings(_message.Message):
         max_context: _builtins.int = ...,
         kv_dtype: _builtins.str = ...,
         wire_dtype: _step_pb2.FrameDtype.ValueType = ...,
+        cuda_graphs: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "kv_dtype", b"kv_dtype", "max_context", b"max_context", "max_logit_rows", b"max_logit_rows", "max_rows", b"max_rows", "max_seqs", b"max_seqs", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "cuda_graphs", b"cuda_graphs", "kv_dtype", b"kv_dtype", "max_context", b"max_context", "max_logit_rows", b"max_logit_rows", "max_rows", b"max_rows", "max_seqs", b"max_seqs", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,6 +1,8 @@
 """Versions, devices, stages and settings <-> messages."""
 
-from lamina.spec.device import DeviceProfile, LoadedStage, Version, WorkerProfile
+from dataclasses import asdict
+
+from lamina.spec.device import DeviceHealth, DeviceProfile, GraphCounts, LoadedStage, Version, WorkerProfile
 from lamina.spec.errors import InvalidConfig
 from lamina.spec.ids import DeviceId, Epoch, PlacementId, WorkerName
 from lamina.spec.model import LayerRange
@@ -28,6 +30,40 @@ def version_from_message(message: wpb.Version) -> Version:
     return Version(message.product, message.protocol_major, message.protocol_minor, message.schema_digest)
 
 
+def _health_to_message(health: DeviceHealth) -> wpb.DeviceHealth:
+    return wpb.DeviceHealth(**asdict(health))
+
+
+def _health_from_message(message: wpb.DeviceHealth) -> DeviceHealth:
+    return DeviceHealth(
+        pcie_generation=message.pcie_generation,
+        pcie_width=message.pcie_width,
+        max_pcie_generation=message.max_pcie_generation,
+        max_pcie_width=message.max_pcie_width,
+        temperature_c=message.temperature_c,
+        power_w=message.power_w,
+        clock_mhz=message.clock_mhz,
+        memory_clock_mhz=message.memory_clock_mhz,
+        busy_ratio=message.busy_ratio,
+    )
+
+
+def graphs_to_message(counts: GraphCounts) -> wpb.GraphCounts:
+    """Field for field."""
+    return wpb.GraphCounts(**asdict(counts))
+
+
+def _graphs_from_message(message: wpb.GraphCounts) -> GraphCounts:
+    return GraphCounts(
+        captures=message.captures,
+        replays=message.replays,
+        evictions=message.evictions,
+        held=message.held,
+        held_bytes=message.held_bytes,
+        vetoes=dict(message.vetoes),
+    )
+
+
 def device_to_message(profile: DeviceProfile) -> wpb.Device:
     """Field for field; the worker's name travels beside it."""
     return wpb.Device(
@@ -42,6 +78,7 @@ def device_to_message(profile: DeviceProfile) -> wpb.Device:
         graphs=profile.graphs,
         threads=profile.threads,
         weight_bits={int(kind): bits for kind, bits in profile.weight_bits.items()},
+        health=None if profile.health is None else _health_to_message(profile.health),
     )
 
 
@@ -59,6 +96,7 @@ def _device_from_message(message: wpb.Device, worker: WorkerName) -> DeviceProfi
         graphs=message.graphs,
         threads=message.threads,
         weight_bits={GgmlType(kind): bits for kind, bits in message.weight_bits.items() if kind in known},
+        health=_health_from_message(message.health) if message.HasField("health") else None,
     )
 
 
@@ -78,6 +116,8 @@ def _stage_from_message(message: wpb.LoadedStage) -> LoadedStage:
         num_steps=message.num_steps,
         busy_s=message.busy_s,
         num_sequences=message.num_sequences,
+        graphs=_graphs_from_message(message.graphs),
+        compute_dtype=message.compute_dtype,
     )
 
 
@@ -104,6 +144,7 @@ def settings_to_message(settings: StageSettings) -> wpb.StageSettings:
         max_context=settings.max_context,
         kv_dtype=settings.kv_dtype,
         wire_dtype=_WIRE_CODES[settings.wire_dtype],
+        cuda_graphs=settings.cuda_graphs,
     )
 
 
@@ -119,4 +160,5 @@ def settings_from_message(message: wpb.StageSettings) -> StageSettings:
         kv_dtype=message.kv_dtype,
         wire_dtype=_WIRE_NAMES[message.wire_dtype],
         block_tokens=message.block_tokens,
+        cuda_graphs=message.cuda_graphs,
     )

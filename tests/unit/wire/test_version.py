@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.spec.device import PROTOCOL_MAJOR, DeviceProfile, Version
+from lamina.spec.device import PROTOCOL_MAJOR, DeviceHealth, DeviceProfile, GraphCounts, Version
 from lamina.spec.errors import InvalidConfig, VersionMismatch
 from lamina.spec.ids import DeviceId, WorkerName
 from lamina.spec.placement import KV_DTYPES, WIRE_DTYPES, StageSettings
@@ -16,6 +16,7 @@ from lamina.v1 import cluster_pb2, step_pb2
 from lamina.v1 import worker_pb2 as wpb
 from lamina.wire.profiles import (
     device_to_message,
+    graphs_to_message,
     settings_from_message,
     settings_to_message,
     version_from_message,
@@ -104,6 +105,7 @@ def test_each_setting_changes_the_digest(name: str) -> None:
         ({"max_rows": 0}, "max_rows"),
         ({"max_seqs": 2**32 - 1}, "max_seqs"),
         ({"max_context": 2**24 + 1}, "max_context"),
+        ({"cuda_graphs": "perhaps"}, "'perhaps'"),
     ],
 )
 def test_settings_out_of_range(change: dict[str, object], said: str) -> None:
@@ -127,8 +129,19 @@ def test_a_device_comes_back_without_types_that_we_do_not_know() -> None:
         graphs=True,
         threads=3,
         weight_bits={GgmlType.Q4_K: 4.625, GgmlType.F32: 32.0},
+        health=DeviceHealth(3, 4, 4, 16, 61.5, 118.25, 1800, 5005, 0.75),
     )
     message = device_to_message(profile)
     message.weight_bits[999] = 1.0
     answer = wpb.DescribeResponse(worker="a", devices=[message])
     assert worker_from_message(wpb.DescribeResponse.FromString(answer.SerializeToString())).devices == (profile,)
+
+
+def test_what_a_stage_says_of_its_recordings() -> None:
+    """C-15: every count travels, vetoes by reason."""
+    counts = GraphCounts(3, 1000, 1, 2, 7 << 20, {"not faster": 4, "step too large": 9})
+    message = wpb.LoadedStage(placement="p", num_layers=2, graphs=graphs_to_message(counts), compute_dtype="bf16")
+    answer = wpb.DescribeResponse(worker="a", stages=[message])
+    (stage,) = worker_from_message(wpb.DescribeResponse.FromString(answer.SerializeToString())).stages
+    assert (stage.graphs, stage.compute_dtype) == (counts, "bf16")
+    assert worker_from_message(answer).devices == ()
