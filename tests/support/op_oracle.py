@@ -102,3 +102,43 @@ def stored(values: NDArray[np.float32], dtype: DType) -> NDArray[np.float32]:
     flat = np.ascontiguousarray(values.reshape(-1, values.shape[-1]))
     raw = np.ascontiguousarray(quants.quantize(flat, kind)).view(np.uint8)
     return quants.dequantize(raw, kind).reshape(values.shape)
+
+
+def route(
+    logits: NDArray[np.float32], num_selected: int, *, gating: str, normalise: bool, scale: float
+) -> tuple[NDArray[np.int32], F64]:
+    """Experts and shares of rows of finite logits, by sorting (-logit, id)."""
+    experts = np.zeros((len(logits), num_selected), np.int32)
+    shares = np.zeros((len(logits), num_selected))
+    for row, values in enumerate(logits.astype(np.float64).tolist()):
+        chosen = sorted(range(len(values)), key=lambda expert: (-values[expert], expert))[:num_selected]
+        among = chosen if gating == "softmax_selected" else range(len(values))
+        total = sum(math.exp(values[expert] - max(values)) for expert in among)
+        picked = [math.exp(values[expert] - max(values)) / total for expert in chosen]
+        divisor = max(sum(picked), 2.0**-14) if normalise else 1.0
+        experts[row] = chosen
+        shares[row] = [scale * share / divisor for share in picked]
+    return experts, shares
+
+
+def gated(gate: F64, up: F64, activation: str) -> F64:
+    """How a gated linear joins its two halves."""
+    if activation == "swiglu_clamped":
+        gate = np.minimum(gate, 7.0)
+        return silu(1.702 * gate) / 1.702 * (np.clip(up, -7.0, 7.0) + 1)
+    return (silu if activation == "silu" else gelu_tanh)(gate) * up
+
+
+def expert_linear(
+    x: NDArray[np.float32],
+    experts: NDArray[np.int32],
+    shares: NDArray[np.float32],
+    matrices: F64,
+    biases: F64,
+) -> F64:
+    """x [rows, k, in], matrices [E, part, in], biases [E, part] -> [rows, part]."""
+    out = np.zeros((len(x), matrices.shape[1]))
+    for row in range(len(x)):
+        for rank, expert in enumerate(experts[row]):
+            out[row] += float(shares[row, rank]) * (matrices[expert] @ x[row, rank].astype(np.float64) + biases[expert])
+    return out

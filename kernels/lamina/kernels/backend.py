@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.kernels.buffer import Buffer, DType, Extent, HostTensor, KvCache, StepLimits, StepShape, Weight
-from lamina.kernels.ops import Args, OpSpec, validate_args
+from lamina.kernels.op_checks import validate_args
+from lamina.kernels.ops import Args, OpSpec
 from lamina.spec.errors import CapacityExceeded, LaminaError
 from lamina.spec.quant import GgmlType, quant_format
 
@@ -108,7 +109,8 @@ class Backend(ABC):
     def load_weight(self, parts: Sequence[HostTensor], bias: NDArray[np.float32] | None = None) -> Weight:
         """Stack matrices of equal `cols` by rows and lay them out for this device; one copy is kept.
 
-        Serves `linear`, `gated_linear` and `embed` alike. `bias` is f32 [sum of rows]. Raises CapacityExceeded.
+        Serves `linear`, `gated_linear` and `embed` alike, and the expert ops with one part (or a gate and an up part)
+        for each expert. `bias` is f32 [sum of rows]. Raises CapacityExceeded.
         """
 
     def weight_bits(self, tensor_type: GgmlType) -> float:

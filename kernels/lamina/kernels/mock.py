@@ -172,6 +172,10 @@ def _cost(op: OpSpec, args: Args, shape: StepShape, num_rows: int) -> tuple[int,
     columns = sum(v.num_columns for name, v in args.items() if isinstance(v, Buffer) and name in _ACTIVATIONS)
     num_bytes = 4 * num_rows * columns
     weight, cache = args.get("weight"), args.get("cache")
+    if isinstance(weight, Weight) and "experts" in args:
+        return _expert_cost(
+            weight, _columns(args["experts"]), num_bytes, num_rows, gated=op.name == "expert_gated_linear"
+        )
     if isinstance(weight, Weight):
         return num_bytes + weight.num_bytes, 2 * num_rows * weight.in_features * weight.out_features
     if op.name == "attention" and isinstance(cache, KvCache):
@@ -180,6 +184,15 @@ def _cost(op: OpSpec, args: Args, shape: StepShape, num_rows: int) -> tuple[int,
         flops = 2 * keys_seen * heads * (cache.key_dim + cache.value_dim)
         return num_bytes + keys_read * cache.num_bytes // (cache.num_blocks * BLOCK_TOKENS), flops
     return num_bytes, 0
+
+
+def _expert_cost(weight: Weight, selected: int, num_bytes: int, num_rows: int, *, gated: bool) -> tuple[int, int]:
+    """Experts are taken to be chosen as evenly as can be: what is read are those that any row can have chosen."""
+    num_experts = len(weight.part_rows) // (2 if gated else 1)
+    pairs = num_rows * selected
+    num_read = min(num_experts, pairs)
+    flops = 2 * pairs * weight.in_features * weight.out_features // num_experts
+    return num_bytes + weight.num_bytes * num_read // num_experts, flops
 
 
 _ACTIVATIONS = frozenset({"x", "y", "q", "k", "v", "out"})

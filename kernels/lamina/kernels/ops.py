@@ -1,4 +1,4 @@
-"""Every op: its signature, its specification (the docstring of its wrapper) and the check of its arguments.
+"""Every op: its signature and its specification (the docstring of its wrapper); `op_checks` checks arguments.
 
 Ops act on the first n rows of their buffers, n given by the extent of `out` and the StepShape in force. Activations are
 float32, row-major. Nothing here computes; `reference` holds the plain numpy version of each op, which is the oracle.
@@ -52,6 +52,32 @@ LINEAR = OpSpec("linear", {"x": _f32(), "weight": _WEIGHT, "out": _f32(written=T
 GATED_LINEAR = OpSpec(
     "gated_linear", {"x": _f32(), "weight": _WEIGHT, "out": _f32(written=True), "activation": Arg(str)}
 )
+ROUTE = OpSpec(
+    "route",
+    {
+        "x": _f32(),
+        "experts": Arg(Buffer, DType.I32, written=True),
+        "shares": _f32(written=True),
+        "gating": Arg(str),
+        "normalise": Arg(bool),
+        "scale": Arg(float),
+    },
+)
+EXPERT_GATED_LINEAR = OpSpec(
+    "expert_gated_linear",
+    {"x": _f32(), "experts": _I32, "weight": _WEIGHT, "out": _f32(written=True), "activation": Arg(str)},
+)
+EXPERT_LINEAR = OpSpec(
+    "expert_linear",
+    {
+        "x": _f32(),
+        "experts": _I32,
+        "shares": _f32(),
+        "weight": _WEIGHT,
+        "out": _f32(written=True),
+        "accumulate": Arg(bool),
+    },
+)
 ROPE = OpSpec(
     "rope",
     {
@@ -91,6 +117,9 @@ ALL_OPS: Mapping[str, OpSpec] = {
         RMS_NORM,
         LINEAR,
         GATED_LINEAR,
+        ROUTE,
+        EXPERT_GATED_LINEAR,
+        EXPERT_LINEAR,
         ROPE,
         KV_WRITE,
         ATTENTION,
@@ -102,6 +131,10 @@ ALL_OPS: Mapping[str, OpSpec] = {
 }
 
 ACTIVATIONS = ("silu", "gelu_tanh")
+EXPERT_ACTIVATIONS = (*ACTIVATIONS, "swiglu_clamped")
+GATINGS = ("softmax", "softmax_selected")
+MAX_SELECTED_EXPERTS = 32  # of one row
+LEAST_SHARE_SUM = 2.0**-14  # what a row's shares are at least divided by when normalised
 ROPE_LAYOUTS = ("norm", "neox")
 
 
@@ -136,6 +169,61 @@ def gated_linear(b: "Backend", x: Buffer, weight: Weight, out: Buffer, activatio
     `activation` is "silu" (SwiGLU) or "gelu_tanh" (GeGLU), Shazeer 2020.
     """
     b.launch(GATED_LINEAR, {"x": x, "weight": weight, "out": out, "activation": activation})
+
+
+def route(
+    b: "Backend",
+    logits: Buffer,
+    experts: Buffer,
+    shares: Buffer,
+    *,
+    gating: str,
+    normalise: bool = False,
+    scale: float = 1.0,
+) -> None:
+    """Choose the k experts of each row: f32 [rows, E] -> experts i32 [rows, k] and shares f32 [rows, k], both ROWS.
+
+    experts[r] are the distinct ids of the k largest of logits[r] in descending order, of equals the lower id first.
+    With p = softmax over all E ("softmax") or over the k selected alone ("softmax_selected"), shares[r, j] is
+    p[experts[r, j]], divided by max(their sum over j, LEAST_SHARE_SUM) if `normalise`, times `scale`.
+    A row with a NaN, or whose largest logit is not finite, gets experts 0 .. k-1 and shares of NaN: its ids can be
+    followed, and what it computes is not finite. k <= min(E, MAX_SELECTED_EXPERTS).
+    """
+    args: dict[str, Value] = {"x": logits, "experts": experts, "shares": shares, "gating": gating}
+    b.launch(ROUTE, {**args, "normalise": normalise, "scale": float(scale)})
+
+
+def expert_gated_linear(b: "Backend", x: Buffer, experts: Buffer, weight: Weight, out: Buffer, activation: str) -> None:
+    """`gated_linear` of each row by each of its k experts: f32 [rows, in], i32 [rows, k] -> f32 [rows, k * part].
+
+    out[r, j * part : (j + 1) * part] = act(x[r] @ gate_e^T, x[r] @ up_e^T) with e = experts[r, j]. The Weight of E
+    experts has 2 E equal parts, gate_0, up_0, gate_1, up_1 ..., and its bias (if any) in the same order. Ids are read
+    on the device and lie in [0, E), distinct in a row; how many rows chose an expert is never known to the host.
+    act(g, u) is silu(g) u, gelu_tanh(g) u, or for "swiglu_clamped" (gpt-oss) g' sigmoid(1.702 g') (u' + 1) with
+    g' = min(g, 7) and u' = u clamped to [-7, 7].
+    """
+    args: dict[str, Value] = {"x": x, "experts": experts, "weight": weight, "out": out}
+    b.launch(EXPERT_GATED_LINEAR, {**args, "activation": activation})
+
+
+def expert_linear(
+    b: "Backend",
+    x: Buffer,
+    experts: Buffer,
+    shares: Buffer,
+    weight: Weight,
+    out: Buffer,
+    *,
+    accumulate: bool = False,
+) -> None:
+    """out[r] = sum over j of shares[r, j] * (x[r, j] @ weight_e^T (+ bias_e)) (+ out[r] if accumulate).
+
+    x f32 [rows, k * in] holds k vectors a row as `expert_gated_linear` leaves them, experts i32 [rows, k], shares f32
+    [rows, k], out f32 [rows, part]. The Weight of E experts has E equal parts. Terms are added one by one in ascending
+    order of the expert's id, onto the old `out` if accumulate.
+    """
+    args: dict[str, Value] = {"x": x, "experts": experts, "shares": shares, "weight": weight, "out": out}
+    b.launch(EXPERT_LINEAR, {**args, "accumulate": accumulate})
 
 
 def rope(
@@ -205,81 +293,3 @@ def gather_rows(b: "Backend", x: Buffer, indices: Buffer, out: Buffer) -> None:
 def argmax(b: "Backend", x: Buffer, out: Buffer) -> None:
     """out[r] = index of the largest of x[r], the first of equals; -1 if the row has a NaN or no finite value (B-35)."""
     b.launch(ARGMAX, {"x": x, "out": out})
-
-
-def validate_args(op: OpSpec, args: Args) -> None:
-    """Raise LaunchError unless names, kinds, dtypes and shapes of `args` fit the op."""
-    if args.keys() != op.args.keys():
-        raise LaunchError(f"{op.name}: arguments {sorted(args)} given, {sorted(op.args)} wanted")
-    for name, arg in op.args.items():
-        value = args[name]
-        if value is None and arg.optional:
-            continue
-        if type(value) is not arg.kind:
-            raise LaunchError(f"{op.name}: {name} must be {arg.kind.__name__}, not {type(value).__name__}")
-        if isinstance(value, Buffer) and value.dtype is not arg.dtype:
-            raise LaunchError(f"{op.name}: {name} must be {arg.dtype}, not {value.dtype}")
-    problem = _shape_problem(op, args)
-    if problem:
-        raise LaunchError(f"{op.name}: {problem}")
-
-
-def _shape_problem(op: OpSpec, args: Args) -> str | None:
-    """What is wrong with the shapes, or None."""
-    a: dict[str, int] = {name: v.num_columns for name, v in args.items() if isinstance(v, Buffer)}
-    weight = args.get("weight", args.get("table"))
-    cache = args.get("cache")
-    match op.name:
-        case "embed" if isinstance(weight, Weight) and a["out"] != weight.in_features:
-            return f"out has {a['out']} columns, the table {weight.in_features}"
-        case "rms_norm" if isinstance(weight, Buffer) and (a["x"] % weight.shape[0] or a["out"] != a["x"]):
-            return f"x has {a['x']} columns, weight {weight.shape[0]}, out {a['out']}"
-        case "linear" if isinstance(weight, Weight) and (a["x"], a["out"]) != (weight.in_features, weight.out_features):
-            return f"x, out have {a['x']}, {a['out']} columns, weight is {weight.out_features} x {weight.in_features}"
-        case "gated_linear" if isinstance(weight, Weight):
-            return _gated_problem(a, weight, args["activation"])
-        case "rope":
-            return _rope_problem(a["x"], args)
-        case "kv_write" | "attention" if isinstance(cache, KvCache):
-            return _cache_problem(op, a, cache) or _sinks_problem(args, a.get("q", 0) // cache.key_dim)
-        case "add" | "gather_rows" if len({a[name] for name in a if name != "indices"}) != 1:
-            return f"columns differ: {a}"
-    return None
-
-
-def _gated_problem(columns: Mapping[str, int], weight: Weight, activation: Value) -> str | None:
-    if activation not in ACTIVATIONS:
-        return f"activation {activation!r} is none of {ACTIVATIONS}"
-    if len(weight.part_rows) != 2 or weight.part_rows[0] != weight.part_rows[1]:
-        return f"weight parts {weight.part_rows} are not two equal ones"
-    if (columns["x"], columns["out"]) != (weight.in_features, weight.part_rows[0]):
-        found = (columns["x"], columns["out"])
-        return f"x, out have {found} columns, weight is {weight.part_rows} x {weight.in_features}"
-    return None
-
-
-def _rope_problem(num_columns: int, args: Args) -> str | None:
-    head_dim, inv_freq = args["head_dim"], args["inv_freq"]
-    if args["layout"] not in ROPE_LAYOUTS:
-        return f"layout {args['layout']!r} is none of {ROPE_LAYOUTS}"
-    if not isinstance(head_dim, int) or not isinstance(inv_freq, Buffer) or head_dim <= 0 or num_columns % head_dim:
-        return f"{num_columns} columns are no multiple of head_dim {head_dim}"
-    return None if 2 * inv_freq.shape[0] <= head_dim else f"{inv_freq.shape[0]} frequencies for head_dim {head_dim}"
-
-
-def _cache_problem(op: OpSpec, columns: Mapping[str, int], cache: KvCache) -> str | None:
-    if op.name == "kv_write":
-        wanted = (cache.num_kv_heads * cache.key_dim, cache.num_kv_heads * cache.value_dim)
-        found = (columns["k"], columns["v"])
-        return None if found == wanted else f"k, v have {found} columns, the cache {wanted}"
-    heads, rest = divmod(columns["q"], cache.key_dim)
-    if rest or heads % cache.num_kv_heads or columns["out"] != heads * cache.value_dim:
-        return f"q, out have {columns['q']}, {columns['out']} columns; cache has {cache.num_kv_heads} KV heads"
-    return None
-
-
-def _sinks_problem(args: Args, num_heads: int) -> str | None:
-    sinks = args.get("sinks")
-    if isinstance(sinks, Buffer) and sinks.shape != (num_heads,):
-        return f"sinks have shape {sinks.shape}, q has {num_heads} heads"
-    return None

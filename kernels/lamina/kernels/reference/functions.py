@@ -6,6 +6,8 @@ float32 in and out, float32 accumulation. Knows nothing of buffers; formulas and
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.kernels.ops import LEAST_SHARE_SUM
+
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 
@@ -33,6 +35,38 @@ def activate(gate: F32, activation: str) -> F32:
     inner = np.float32(np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate * gate * gate)
     activated: F32 = np.float32(0.5) * gate * (1 + np.tanh(inner))
     return activated
+
+
+def gate(gate: F32, up: F32, activation: str) -> F32:
+    """How a gated linear joins its halves; "swiglu_clamped" is gpt-oss's."""
+    if activation == "swiglu_clamped":
+        gate = np.minimum(gate, np.float32(7))
+        up = np.clip(up, -7, 7) + np.float32(1)
+        activated = gate * sigmoid(np.float32(1.702) * gate)
+    else:
+        activated = activate(gate, activation)
+    joined: F32 = activated * up
+    return joined
+
+
+def softmax(x: F32) -> F32:
+    """Over the columns of each row [rows, C]."""
+    exps = np.exp(x - x.max(axis=-1, keepdims=True))
+    shares: F32 = exps / exps.sum(axis=-1, keepdims=True)
+    return shares
+
+
+def route(logits: F32, num_selected: int, gating: str, normalise: bool, scale: float) -> tuple[I32, F32]:
+    """Experts and shares [rows, num_selected] of logits [rows, E]."""
+    clear = np.isfinite(logits.max(axis=-1, keepdims=True))  # numpy's max of a row with a NaN is NaN
+    sound = np.where(clear, logits, np.float32(0))
+    order = np.argsort(-sound, axis=-1, kind="stable")[:, :num_selected]
+    selected = np.take_along_axis(sound, order, axis=-1)
+    shares = softmax(selected) if gating == "softmax_selected" else np.take_along_axis(softmax(sound), order, axis=-1)
+    if normalise:
+        shares = shares / np.maximum(shares.sum(axis=-1, keepdims=True), np.float32(LEAST_SHARE_SUM))
+    shares = np.where(clear, shares * np.float32(scale), np.float32(np.nan))
+    return order.astype(np.int32), shares.astype(np.float32, copy=False)
 
 
 def sigmoid(x: F32) -> F32:

@@ -3,7 +3,7 @@
 Owns the table RUNNERS. Knows the reference's storage; holds no state.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -37,12 +37,19 @@ class Operands:
         """The first rows of an i32 buffer, as a view."""
         return rows_of(self._get(name, Buffer), self.num_rows if num_rows is None else num_rows).view(np.int32)
 
+    def table_of_ints(self, name: str) -> I32:
+        """The first rows of an i32 buffer as [rows, columns], also where it has one column."""
+        return self.ints(name).reshape(self.num_rows, -1)
+
     def whole(self, name: str) -> F32:
         """All rows of a float buffer."""
         return self.floats(name, self._get(name, Buffer).shape[0])
 
+    def weight(self, name: str) -> Weight:
+        return self._get(name, Weight)
+
     def matrix(self, name: str) -> Matrix:
-        return storage_of(self._get(name, Weight), Matrix)
+        return storage_of(self.weight(name), Matrix)
 
     def cache(self) -> KvCache:
         return self._get("cache", KvCache)
@@ -86,7 +93,49 @@ def _gated_linear(o: Operands) -> None:
     matrix, out = o.matrix("weight"), o.floats("out")
     both = functions.linear(o.floats("x"), matrix.values, matrix.bias)
     gate, up = both[:, : out.shape[1]], both[:, out.shape[1] :]
-    np.multiply(functions.activate(gate, o.text("activation")), up, out=out)
+    out[...] = functions.gate(gate, up, o.text("activation"))
+
+
+def _route(o: Operands) -> None:
+    experts, shares = o.table_of_ints("experts"), o.floats("shares").reshape(o.num_rows, -1)
+    found = functions.route(
+        o.floats("x"), experts.shape[1], o.text("gating"), bool(o.args["normalise"]), o.number("scale")
+    )
+    experts[...], shares[...] = found
+
+
+def _expert_gated_linear(o: Operands) -> None:
+    x, experts, out = o.floats("x"), o.table_of_ints("experts"), o.floats("out")
+    for expert, rows, ranks in _chosen(o, experts, parts_each=2):
+        both = functions.linear(x[rows], expert.values, expert.bias)
+        half = both.shape[1] // 2
+        by_rank = out.reshape(o.num_rows, experts.shape[1], half)
+        by_rank[rows, ranks] = functions.gate(both[:, :half], both[:, half:], o.text("activation"))
+
+
+def _expert_linear(o: Operands) -> None:
+    experts, out = o.table_of_ints("experts"), o.floats("out")
+    x = o.floats("x").reshape(o.num_rows, experts.shape[1], -1)
+    shares = o.floats("shares").reshape(experts.shape)
+    if not o.args["accumulate"]:
+        out[...] = 0
+    for expert, rows, ranks in _chosen(o, experts, parts_each=1):
+        out[rows] += shares[rows, ranks, None] * functions.linear(x[rows, ranks], expert.values, expert.bias)
+
+
+def _chosen(
+    o: Operands, experts: I32, *, parts_each: int
+) -> Iterator[tuple[Matrix, NDArray[np.intp], NDArray[np.intp]]]:
+    """Each expert that a row chose, by id: its matrix, the rows, and the rank that it has in each."""
+    weight, matrix = o.weight("weight"), o.matrix("weight")
+    num_experts = len(weight.part_rows) // parts_each
+    require_within(f"{o.op}: experts", experts, num_experts)
+    size = weight.out_features // num_experts
+    for expert in np.unique(experts):
+        part = slice(expert * size, (expert + 1) * size)
+        rows, ranks = np.nonzero(experts == expert)
+        bias = None if matrix.bias is None else matrix.bias[part]
+        yield Matrix(matrix.values[part], bias), rows, ranks
 
 
 def _rope(o: Operands) -> None:
@@ -156,6 +205,9 @@ RUNNERS: Mapping[str, Callable[[Operands], None]] = {
     "rms_norm": _rms_norm,
     "linear": _linear,
     "gated_linear": _gated_linear,
+    "route": _route,
+    "expert_gated_linear": _expert_gated_linear,
+    "expert_linear": _expert_linear,
     "rope": _rope,
     "kv_write": _kv_write,
     "attention": _attention,
