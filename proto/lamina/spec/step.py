@@ -18,8 +18,8 @@ BLOCK_TOKENS = 16  # tokens per KV block on every stage
 MAX_RUN_AHEAD = 64  # steps that may be issued and not done; bounds what a stage holds back
 
 
-# The parts of a slice are NamedTuples, not dataclasses: a step of 64 is built in Python while tokens wait, and a frozen
-# dataclass costs three times as much to make.
+# The parts of a slice and of an answer are NamedTuples, not dataclasses: a step of 64 is built in Python while tokens
+# wait, and a frozen dataclass costs three times as much to make.
 class Tokens(NamedTuple):
     """Input known when the step is planned."""
 
@@ -45,16 +45,6 @@ class SeqSlice(NamedTuple):
     input: SliceInput
     new_blocks: tuple[tuple[BlockId, ...], ...]  # by cache group
     want_logits: bool
-
-    def check(self) -> None:
-        """Raise InvalidPlan if its numbers contradict each other; StepPlan does so for every slice it holds."""
-        if self.pos < 0 or self.num_tokens < 1:
-            raise InvalidPlan(f"sequence {self.seq}: {self.num_tokens} tokens at position {self.pos}")
-        if isinstance(self.input, Tokens):
-            if len(self.input.ids) != self.num_tokens:
-                raise InvalidPlan(f"sequence {self.seq}: {len(self.input.ids)} ids for {self.num_tokens} tokens")
-        elif self.num_tokens != 1:
-            raise InvalidPlan(f"sequence {self.seq}: a sampled input is one token, not {self.num_tokens}")
 
     @property
     def end(self) -> int:
@@ -83,14 +73,19 @@ class StepPlan:
     def __post_init__(self) -> None:
         if not self.slices:
             raise InvalidPlan(f"step {self.step} has no slices")
-        if len({piece.seq for piece in self.slices}) != len(self.slices):
+        if len({piece[0] for piece in self.slices}) != len(self.slices):
             raise InvalidPlan(f"step {self.step} names a sequence twice")
-        for piece in self.slices:
-            piece.check()
-            if isinstance(piece.input, FromSample) and not (
-                self.step - MAX_RUN_AHEAD <= piece.input.step < self.step and piece.input.row >= 0
-            ):
-                raise InvalidPlan(f"step {self.step}: sequence {piece.seq} refers to step {piece.input.step}")
+        oldest = self.step - MAX_RUN_AHEAD
+        for seq, pos, num_tokens, source, _, _ in self.slices:
+            if pos < 0 or num_tokens < 1:
+                raise InvalidPlan(f"sequence {seq}: {num_tokens} tokens at position {pos}")
+            if isinstance(source, FromSample):
+                if num_tokens != 1:
+                    raise InvalidPlan(f"sequence {seq}: a sampled input is one token, not {num_tokens}")
+                if not oldest <= source.step < self.step or source.row < 0:
+                    raise InvalidPlan(f"step {self.step}: sequence {seq} refers to step {source.step}")
+            elif len(source.ids) != num_tokens:
+                raise InvalidPlan(f"sequence {seq}: {len(source.ids)} ids for {num_tokens} tokens")
 
     @property
     def num_rows(self) -> int:
@@ -115,8 +110,7 @@ class FinishReason(Enum):
     ERROR = "error"
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """A token sampled for position `pos` of a sequence; logprobs are natural logs, of the unmodified distribution."""
 
     seq: SeqId

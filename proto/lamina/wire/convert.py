@@ -1,6 +1,8 @@
 """Step contract <-> messages. Columns on the wire (see step.proto), slices in memory; a malformed message raises."""
 
 import math
+from itertools import chain
+from typing import cast
 
 from lamina.spec.errors import InvalidPlan
 from lamina.spec.ids import BlockId, Epoch, SeqId, StepId
@@ -14,6 +16,7 @@ from lamina.spec.step import (
     SampledToken,
     SampleToken,
     SeqSlice,
+    SliceInput,
     StepCommand,
     StepDone,
     StepPlan,
@@ -22,125 +25,168 @@ from lamina.spec.step import (
 from lamina.v1 import step_pb2 as pb
 
 _FINISH = {
-    None: pb.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ERROR: pb.FINISH_REASON_ERROR,
 }
-_REASON = {code: reason for reason, code in _FINISH.items()}
+_REASON: dict[int, FinishReason | None] = {code: reason for reason, code in _FINISH.items()}
+_REASON[pb.FINISH_REASON_UNSPECIFIED] = None
 
 
 def plan_to_message(plan: StepPlan) -> pb.StepPlan:
     """The plan as columns."""
-    message = pb.StepPlan(epoch=plan.epoch, step=plan.step)
-    for piece in plan.slices:
-        message.seq.append(piece.seq)
-        message.pos.append(piece.pos)
-        message.num_tokens.append(piece.num_tokens)
-        message.want_logits.append(piece.want_logits)
-        if isinstance(piece.input, Tokens):
-            message.token_ids.extend(piece.input.ids)
-            message.from_step.append(0)
-            message.from_row.append(0)
+    # Columns are made as lists and handed over whole: appending to a repeated field costs a call into protobuf each.
+    seqs, positions, counts, inputs, blocks_by_group, wanted = zip(*plan.slices, strict=True)
+    token_ids: list[int] = []
+    from_step: list[int] = []
+    from_row: list[int] = []
+    num_new_blocks: list[int] = []
+    new_blocks: list[int] = []
+    for source in inputs:
+        if isinstance(source, FromSample):
+            from_step.append(source.step + 1)
+            from_row.append(source.row)
         else:
-            message.from_step.append(piece.input.step + 1)
-            message.from_row.append(piece.input.row)
-        for blocks in piece.new_blocks:
-            message.num_new_blocks.append(len(blocks))
-            message.new_blocks.extend(blocks)
-    for copy in plan.block_copies:
-        message.block_copies.extend((copy.group, copy.source, copy.target))
-    return message
+            token_ids += source.ids
+            from_step.append(0)
+            from_row.append(0)
+    for blocks in chain.from_iterable(blocks_by_group):
+        num_new_blocks.append(len(blocks))
+        new_blocks += blocks
+    return pb.StepPlan(
+        epoch=plan.epoch,
+        step=plan.step,
+        seq=seqs,
+        pos=positions,
+        num_tokens=counts,
+        want_logits=wanted,
+        token_ids=token_ids,
+        from_step=from_step,
+        from_row=from_row,
+        num_new_blocks=num_new_blocks,
+        new_blocks=new_blocks,
+        block_copies=[value for copy in plan.block_copies for value in (copy.group, copy.source, copy.target)],
+    )
 
 
 def plan_from_message(message: pb.StepPlan, num_groups: int) -> StepPlan:
     """The plan; raises InvalidPlan if its columns do not fit each other."""
-    count = len(message.seq)
-    columns = (message.pos, message.num_tokens, message.want_logits, message.from_step, message.from_row)
+    # Each column is read once: indexing a repeated field costs a call into protobuf each.
+    seqs = cast(list[SeqId], list(message.seq))
+    positions, counts, wanted = list(message.pos), list(message.num_tokens), list(message.want_logits)
+    from_step, from_row = list(message.from_step), list(message.from_row)
+    ids, block_counts = list(message.token_ids), list(message.num_new_blocks)
+    blocks = cast(list[BlockId], list(message.new_blocks))
     where = f"plan of step {message.step}"
-    if any(len(column) != count for column in columns) or len(message.num_new_blocks) != count * num_groups:
-        raise InvalidPlan(f"{where}: columns of unequal length")
     if len(message.block_copies) % 3:
         raise InvalidPlan(f"{where}: block copies are not triples")
-    ids, blocks = list(message.token_ids), list(message.new_blocks)
-    wanted_ids = sum(n for n, step in zip(message.num_tokens, message.from_step, strict=True) if step == 0)
-    if len(ids) != wanted_ids or len(blocks) != sum(message.num_new_blocks):
+    columns = (positions, counts, wanted, from_step, from_row)
+    if any(len(column) != len(seqs) for column in columns) or len(block_counts) != len(seqs) * num_groups:
+        raise InvalidPlan(f"{where}: columns of unequal length")
+    num_given = sum(count for count, step in zip(counts, from_step, strict=True) if step == 0)
+    if len(ids) != num_given or len(blocks) != sum(block_counts):
         raise InvalidPlan(f"{where}: {len(ids)} token ids and {len(blocks)} blocks do not match the slices")
-    slices = []
-    next_id = next_block = 0
-    for i in range(count):
-        num_tokens, new_blocks = message.num_tokens[i], []
-        for group in range(num_groups):
-            num_new = message.num_new_blocks[i * num_groups + group]
-            new_blocks.append(tuple(BlockId(b) for b in blocks[next_block : next_block + num_new]))
-            next_block += num_new
-        source: Tokens | FromSample
-        if message.from_step[i]:
-            source = FromSample(StepId(message.from_step[i] - 1), message.from_row[i])
-        else:
-            source = Tokens(tuple(ids[next_id : next_id + num_tokens]))
-            next_id += num_tokens
-        slices.append(
-            SeqSlice(
-                SeqId(message.seq[i]), message.pos[i], num_tokens, source, tuple(new_blocks), message.want_logits[i]
-            )
-        )
+    inputs = _inputs(counts, ids, from_step, from_row)
+    new_blocks = _new_blocks(block_counts, blocks, len(seqs), num_groups)
+    slices = tuple(map(SeqSlice, seqs, positions, counts, inputs, new_blocks, wanted))
     copies = list(message.block_copies)
     block_copies = tuple(
         BlockCopy(copies[i], BlockId(copies[i + 1]), BlockId(copies[i + 2])) for i in range(0, len(copies), 3)
     )
-    return StepPlan(Epoch(message.epoch), StepId(message.step), tuple(slices), block_copies)
+    return StepPlan(Epoch(message.epoch), StepId(message.step), slices, block_copies)
+
+
+def _inputs(counts: list[int], ids: list[int], from_step: list[int], from_row: list[int]) -> list[SliceInput]:
+    """Of every slice: the next `count` of the ids, or the sample that it names."""
+    inputs: list[SliceInput] = []
+    next_id = 0
+    for count, step, row in zip(counts, from_step, from_row, strict=True):
+        if step:
+            inputs.append(FromSample(StepId(step - 1), row))
+        else:
+            inputs.append(Tokens(tuple(ids[next_id : next_id + count])))
+            next_id += count
+    return inputs
+
+
+def _new_blocks(
+    counts: list[int], blocks: list[BlockId], num_slices: int, num_groups: int
+) -> list[tuple[tuple[BlockId, ...], ...]]:
+    """Of every slice, by group; most decode slices have none, and share one empty value."""
+    if not blocks:
+        return [((),) * num_groups] * num_slices
+    by_group: list[tuple[BlockId, ...]] = []
+    start = 0
+    for count in counts:
+        by_group.append(tuple(blocks[start : start + count]))
+        start += count
+    return [tuple(by_group[i : i + num_groups]) for i in range(0, len(by_group), num_groups)]
 
 
 def done_to_message(done: StepDone) -> pb.StepDone:
     """The answer to a step as columns."""
-    message = pb.StepDone(epoch=done.epoch, step=done.step, needs_relay=done.needs_relay)
-    with_logprobs = any(token.logprob is not None for token in done.tokens)
-    for token in done.tokens:
-        message.seq.append(token.seq)
-        message.pos.append(token.pos)
-        message.token.append(token.token)
-        message.finish.append(_FINISH[token.finish])
-        if token.finish is FinishReason.ERROR:
-            message.errors.append(token.error)
-        if with_logprobs:
-            message.logprob.append(float("nan") if token.logprob is None else token.logprob)
-            top = message.top.add()
-            top.tokens.extend(i for i, _ in token.top_logprobs)
-            top.logprobs.extend(p for _, p in token.top_logprobs)
+    tokens = done.tokens
+    message = pb.StepDone(
+        epoch=done.epoch,
+        step=done.step,
+        seq=[token.seq for token in tokens],
+        pos=[token.pos for token in tokens],
+        token=[token.token for token in tokens],
+        finish=[_FINISH[token.finish] if token.finish else pb.FINISH_REASON_UNSPECIFIED for token in tokens],
+        errors=[token.error for token in tokens if token.finish is FinishReason.ERROR],
+        needs_relay=done.needs_relay,
+    )
+    if any(token.logprob is not None for token in tokens):
+        message.logprob.extend([math.nan if token.logprob is None else token.logprob for token in tokens])
+        message.top.extend([_top_to_message(token.top_logprobs) for token in tokens])
     return message
+
+
+def _top_to_message(top: tuple[tuple[int, float], ...]) -> pb.TopLogprobs:
+    return pb.TopLogprobs(tokens=[token for token, _ in top], logprobs=[logprob for _, logprob in top])
 
 
 def done_from_message(message: pb.StepDone) -> StepDone:
     """The answer; raises InvalidPlan if its columns do not fit each other."""
-    count = len(message.seq)
-    num_errors = sum(code == pb.FINISH_REASON_ERROR for code in message.finish)
-    num_logprobs = count if message.logprob else 0
+    seqs = cast(list[SeqId], list(message.seq))
+    positions, ids = list(message.pos), list(message.token)
+    codes, errors = list(message.finish), list(message.errors)
+    count, num_logprobs = len(seqs), len(message.logprob)
     if (
-        any(len(column) != count for column in (message.pos, message.token, message.finish))
-        or len(message.errors) != num_errors
-        or len(message.logprob) != num_logprobs
+        not len(positions) == len(ids) == len(codes) == count
+        or len(errors) != codes.count(pb.FINISH_REASON_ERROR)
+        or num_logprobs not in (0, count)
         or len(message.top) != num_logprobs
         or any(len(top.tokens) != len(top.logprobs) for top in message.top)
     ):
         raise InvalidPlan(f"answer to step {message.step}: columns of unequal length")
-    unknown = next((code for code in message.finish if code not in _REASON), None)
+    unknown = next((code for code in codes if code not in _REASON), None)
     if unknown is not None:
         raise InvalidPlan(f"answer to step {message.step}: finish reason {unknown} is unknown")
+    if num_logprobs or any(codes):
+        details = _details(message, [_REASON[code] for code in codes])
+        tokens = tuple(map(SampledToken, seqs, positions, ids, *zip(*details, strict=True)))
+    else:
+        tokens = tuple(map(SampledToken, seqs, positions, ids))
+    return StepDone(Epoch(message.epoch), StepId(message.step), tokens, message.needs_relay)
+
+
+_Detail = tuple[float | None, tuple[tuple[int, float], ...], FinishReason | None, str]
+
+
+def _details(message: pb.StepDone, finishes: list[FinishReason | None]) -> list[_Detail]:
+    """(log-probability, likeliest tokens, finish, error) of every token, of an answer in which not all are absent."""
+    logprobs: list[float] = list(message.logprob) or [math.nan] * len(finishes)
+    tops: list[pb.TopLogprobs | None] = [*message.top] or [None] * len(finishes)
     errors = iter(message.errors)
-    tokens = []
-    for i in range(count):
-        finish = _REASON[message.finish[i]]
-        logprob: float | None = None
-        top: tuple[tuple[int, float], ...] = ()
-        if num_logprobs and not math.isnan(message.logprob[i]):
-            logprob = message.logprob[i]
-            top = tuple(zip(message.top[i].tokens, message.top[i].logprobs, strict=True))
+    details: list[_Detail] = []
+    for logprob, top, finish in zip(logprobs, tops, finishes, strict=True):
         error = next(errors) if finish is FinishReason.ERROR else ""
-        tokens.append(
-            SampledToken(SeqId(message.seq[i]), message.pos[i], message.token[i], logprob, top, finish, error)
-        )
-    return StepDone(Epoch(message.epoch), StepId(message.step), tuple(tokens), message.needs_relay)
+        if top is None or math.isnan(logprob):
+            details.append((None, (), finish, error))
+        else:
+            details.append((logprob, tuple(zip(top.tokens, top.logprobs, strict=True)), finish, error))
+    return details
 
 
 def sampling_to_message(params: SamplingParams) -> pb.Sampling:

@@ -6,6 +6,7 @@ cancellation), and a step's answer.
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 
 from lamina.coordinator.cluster.pipeline import Pipeline
@@ -106,11 +107,17 @@ class TokenStream:
     def __init__(self, record: RequestRecord, on_end: Callable[[RequestId, bool], None]) -> None:
         self.record = record
         self._on_end: Callable[[RequestId, bool], None] | None = on_end
-        self._events: asyncio.Queue[TokenEvent | LaminaError] = asyncio.Queue()
+        # A deque and one waiter: a queue that anybody might wait on or be bounded costs twice as much per token.
+        self._events: deque[TokenEvent | LaminaError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, event: TokenEvent | LaminaError) -> None:
         """What the engine has to say; an error ends the stream."""
-        self._events.put_nowait(event)
+        self._events.append(event)
+        if self._waiter is not None:
+            if not self._waiter.done():
+                self._waiter.set_result(None)
+            self._waiter = None
 
     def __aiter__(self) -> "TokenStream":
         return self
@@ -118,7 +125,10 @@ class TokenStream:
     async def __anext__(self) -> TokenEvent:
         if self._on_end is None:
             raise StopAsyncIteration
-        event = await self._events.get()
+        if not self._events:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        event = self._events.popleft()
         if isinstance(event, LaminaError):
             self._end(finished=False)
             raise event

@@ -40,6 +40,7 @@ from lamina.spec.step import (
 )
 
 FIRST_EPOCH = Epoch(0)
+_ERROR = FinishReason.ERROR
 _MAX_AHEAD = 2  # samples of one sequence that are planned and not known: one running, one ahead
 
 
@@ -148,17 +149,17 @@ class Scheduler:
         self._done_step = step
         events = []
         by_seq = self._by_seq
-        for sampled in done.tokens:
-            seq = by_seq.get(sampled.seq)
+        for seq_id, at, token, logprob, top, finish, error in done.tokens:
+            seq = by_seq.get(seq_id)
             if seq is None:
                 continue
-            tokens, record, finish = seq.tokens, seq.record, sampled.finish
+            tokens, record = seq.tokens, seq.record
             pos = len(tokens)
-            if sampled.pos != pos:
-                raise InvalidPlan(f"step {step}: token of sequence {seq.id} for position {sampled.pos}, expected {pos}")
+            if at != pos:
+                raise InvalidPlan(f"step {step}: token of sequence {seq_id} for position {at}, expected {pos}")
             seq.num_ahead -= 1
-            if finish is not FinishReason.ERROR:
-                tokens.append(sampled.token)
+            if finish is not _ERROR:
+                tokens.append(token)
                 if record.first_token_s is None:
                     record.first_token_s = now
                 if pos == seq.limit:
@@ -169,8 +170,7 @@ class Scheduler:
                     self._ledger.prove(seq)
             else:
                 self._ledger.distrust(seq)
-            logprob, top = sampled.logprob, sampled.top_logprobs
-            events.append(TokenEvent(record.request_id, sampled.token, logprob, top, finish, sampled.error))
+            events.append(TokenEvent(record.request_id, token, logprob, top, finish, error))
             if finish is not None:
                 record.finished_s = now
                 self._end(seq)

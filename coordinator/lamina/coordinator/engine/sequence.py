@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from lamina.coordinator.engine.block_pool import Block
 from lamina.coordinator.engine.prefix_cache import PrefixNode
@@ -32,8 +32,7 @@ class SequenceRequest:
     cache_salt: str = ""  # prefixes are shared among equal salts only: tenant, adapter (B-22)
 
 
-@dataclass(slots=True)  # a value, but not frozen: that would triple what each token costs here
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """A token of a request. With FinishReason.ERROR there is no token (it is 0) and `error` says why."""
 
     request_id: RequestId
