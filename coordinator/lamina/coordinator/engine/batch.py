@@ -115,12 +115,6 @@ class RunningSet:
         seq.phase = Phase.CLOSING
         self.closing.add(seq)
 
-    def reorder(self, candidates: list[Sequence], step: StepId) -> None:
-        """Some of the candidates have been issued in `step`: those are now the most recent ones."""
-        for seq in candidates:
-            if seq.last_step == step and seq.phase is Phase.DECODE:
-                self.decoding.move_to_end(seq)
-
     def newest(self) -> Sequence | None:
         """The one that arrived last, of those that have something left to plan."""
         candidates = [*self.prefilling, *self.decoding]

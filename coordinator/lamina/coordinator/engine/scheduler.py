@@ -232,7 +232,8 @@ class Scheduler:
         """Add at most `share` slices of one token each, of the first candidates that may go on."""
         room = min(share, batch.rows_left, batch.seqs_left, batch.logits_left)
         step, slices, no_blocks, decode = batch.step, batch.slices, self._no_blocks, Phase.DECODE
-        row, num_decoding = 0, len(self._running.decoding)
+        row, running = 0, self._running
+        move_to_end = running.decoding.move_to_end  # the order of last_step
         for seq in candidates:
             if row == room:
                 break
@@ -251,10 +252,10 @@ class Scheduler:
             seq.pos = pos = pos + 1
             row += 1
             if pos == seq.limit:
-                self._running.end_decode(seq)
+                running.end_decode(seq)
+            else:
+                move_to_end(seq)
         batch.count_decodes(row)
-        if row < num_decoding:
-            self._running.reorder(candidates, step)
 
     def _find_block(self, seq: Sequence) -> bool:
         """Room for one more position, if need be at the expense of the newest sequence (A-41)."""
