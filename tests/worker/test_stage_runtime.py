@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lamina.rpc_worker.stage import StageFacts, StageResult
+from lamina.rpc_worker.device_thread import Worker
+from lamina.rpc_worker.stage import LaunchedStep, StageFacts, StageResult
 from lamina.rpc_worker.stage_runtime import StageKey, StageRuntime
 from lamina.rpc_worker.step_queue import ReadyStep
 from lamina.spec.errors import InvalidPlan, LaminaError, StaleEpoch, Unavailable, WorkerLost
@@ -38,10 +39,19 @@ class FakeStage:
     def __init__(self, is_last: bool) -> None:
         self.is_last = is_last
         self.facts = StageFacts(cache_bytes=1)
-        self.told: list[str] = []
+        self.told: list[str] = []  # edits and steps
         self.nonfinite = 0
 
-    def run(self, ready: ReadyStep) -> StageResult:
+    max_launched = 1
+
+    def launch(self, ready: ReadyStep) -> LaunchedStep:
+        return LaunchedStep(ready, 0.0)
+
+    def is_done(self, launched: LaunchedStep) -> bool:
+        return True
+
+    def finish(self, launched: LaunchedStep) -> StageResult:
+        ready = launched.ready
         if not self.is_last:
             return StageResult(ready, np.ones((ready.plan.num_rows, SPEC.hidden), np.float32), None, self.nonfinite)
         tokens = tuple(SampledToken(piece.seq, piece.end, 5) for piece in ready.plan.slices)
@@ -58,22 +68,30 @@ class FakeStage:
 
 
 class FakeDevice:
-    """Holds posted work until `work` runs it."""
+    """Holds what it is given until `work` runs it; the loop hears at once."""
 
     def __init__(self) -> None:
-        self.queue: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
+        self.queue: list[Callable[[], Any]] = []
 
     def post(self, fn: Callable[[], Any], on_done: Callable[[Any], None]) -> None:
-        self.queue.append((fn, on_done))
-
-    def work(self, count: int = 1000) -> None:
-        for _ in range(min(count, len(self.queue))):
-            fn, on_done = self.queue.pop(0)
+        def job() -> None:
             try:
                 outcome = fn()
             except Exception as error:
                 outcome = error
             on_done(outcome)
+
+        self.queue.append(job)
+
+    def wake(self, worker: Worker) -> None:
+        self.queue.append(worker.advance)
+
+    def tell_loop(self, fn: Callable[[], None]) -> None:
+        fn()
+
+    def work(self) -> None:
+        while self.queue:
+            self.queue.pop(0)()
 
 
 class FakeLink:
@@ -144,19 +162,80 @@ def scene(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
 
 
 @scene
-async def test_few_steps_are_with_the_device_at_once() -> None:
-    """A coordinator may be MAX_RUN_AHEAD steps ahead; what waits, waits where it can be dropped."""
+async def test_a_stage_goes_through_its_steps_without_the_loop() -> None:
+    """One step at a time, so that others who share the device have their turn; results leave in order."""
     bench = Bench(0)
     await bench.runtime.attach_link(bench.link)
     for step in range(20):
         bench.plan(step)
-    assert len(bench.device.queue) == 2
-    bench.device.work(1)
-    assert len(bench.device.queue) == 2
-    while bench.device.queue:
-        bench.device.work(1)
-        assert len(bench.device.queue) <= 2
-    assert [message.frame.step for message in bench.link.sent] == list(range(20))
+    device = bench.device
+    device.queue[1:] = []  # woken once
+    for num_done in range(1, 21):
+        assert len(device.queue) == 1
+        device.queue.pop(0)()
+        assert [message.frame.step for message in bench.link.sent] == list(range(num_done))
+
+
+@scene
+async def test_no_step_begins_once_the_stage_has_failed() -> None:
+    """A coordinator may be MAX_RUN_AHEAD steps ahead; what waits is dropped."""
+    bench = Bench(0)
+    await bench.runtime.attach_link(bench.link)
+    for step in range(20):
+        bench.plan(step)
+    bench.device.queue.pop(0)()
+    bench.runtime.fail(LaminaError("enough"))
+    bench.device.work()
+    assert bench.runtime._queue.next_step == 1
+    assert bench.answers() == ["LaminaError: a (layers 0-1): enough", "end"]
+
+
+@scene
+async def test_edits_come_before_the_plans_that_follow_them() -> None:
+    """Even where the compute thread is at work when both arrive."""
+    bench = Bench(0, num_stages=1)
+    bench.plan(0)
+    bench.runtime.handle_command(AddSequence(SeqId(7), SamplingParams(), (1,), frozenset(), 5))
+    bench.plan(1)
+    bench.runtime.handle_command(RemoveSequence(SeqId(0)))
+    bench.device.work()
+    assert bench.stage.told == ["add 7", "remove 0"]
+    assert bench.answers() == ["0", "1"]
+
+
+@scene
+async def test_results_for_a_stage_of_this_process_go_straight_to_it() -> None:
+    """Hidden states and answers; the loop hears of answers only, for the coordinator."""
+    first, last = Bench(0), Bench(1)
+    last.device = first.device
+    last.runtime._runner._device = first.device  # type: ignore[assignment]
+    await first.runtime.attach_neighbour(last.runtime)
+    await last.runtime.attach_neighbour(first.runtime)
+    for step in range(3):
+        for bench in (first, last):
+            bench.plan(step)
+    first.device.work()
+    assert (first.answers(), last.answers()) == ([], ["0", "1", "2"])
+    assert first.runtime._queue._tokens == {(SeqId(step), 1): 5 for step in range(3)}
+    await last.runtime.end()
+    for bench in (first, last):
+        bench.device.work()
+    first.plan(3)
+    first.device.work()
+    cause = "edge to stage 1 lost: its epoch has ended"
+    assert first.answers() == [f"WorkerLost: a (layers 0-1): {cause}", "end"]
+
+
+@scene
+async def test_tokens_that_a_first_stage_of_this_process_refuses_are_relayed() -> None:
+    first, last = Bench(0), Bench(1)
+    await last.runtime.attach_neighbour(first.runtime)
+    await first.runtime.end()
+    for step in range(2):
+        last.plan(step)
+        last.frame(step)
+    last.device.work()
+    assert last.answers() == ["0r", "1r"]
 
 
 @scene
@@ -217,7 +296,8 @@ async def test_losing_the_edge_forward_ends_the_epoch() -> None:
     bench.runtime.link_lost(WorkerLost("stage 1 at b: connection lost"))
     bench.runtime.fail(LaminaError("something else"))
     bench.plan(0)
-    assert bench.device.queue == []
+    bench.device.work()
+    assert bench.runtime._queue.next_step == 0
     assert bench.answers() == [
         "WorkerLost: a (layers 0-1): edge to stage 1 lost: stage 1 at b: connection lost",
         "end",
@@ -267,10 +347,14 @@ async def test_answers_that_nobody_reads_end_the_epoch() -> None:
     assert len(answers) == 2 * MAX_RUN_AHEAD + 3
 
 
-@scene
-async def test_an_exception_of_the_device_is_named() -> None:
+@pytest.mark.parametrize("broken", ["launch", "finish", "is_done"])
+def test_an_exception_of_the_device_is_named(broken: str) -> None:
+    asyncio.run(_exception_scene(broken))
+
+
+async def _exception_scene(broken: str) -> None:
     bench = Bench(0, num_stages=1)
-    bench.stage.run = lambda ready: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    setattr(bench.stage, broken, lambda _: 1 / 0)
     bench.plan(0)
     bench.device.work()
     assert bench.answers() == ["LaminaError: a (layers 0-1): ZeroDivisionError: division by zero", "end"]

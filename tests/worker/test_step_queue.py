@@ -15,6 +15,7 @@ from lamina.spec.placement import StageSettings
 from lamina.spec.step import (
     MAX_RUN_AHEAD,
     FromSample,
+    RemoveSequence,
     SampledToken,
     SeqSlice,
     SliceInput,
@@ -347,9 +348,10 @@ def test_tokens_of_a_removed_sequence_are_dropped() -> None:
     for seq in (1, 2):
         for pos in (4, 5):
             queue.add_token(EPOCH, SeqId(seq), pos, 1)
-    queue.forget(SeqId(1))
+    queue.add_edit(RemoveSequence(SeqId(1)))
     assert held_tokens(queue) == 2
-    queue.forget(SeqId(1))
+    queue.add_edit(RemoveSequence(SeqId(1)))
+    assert queue.pop_edits() == [RemoveSequence(SeqId(1))] * 2
 
 
 def test_tokens_are_dropped_once_used() -> None:

@@ -1,4 +1,4 @@
-"""The edge to the next stage: a gRPC stream, or a direct hand-over where both stages live in this daemon.
+"""The edge to a next stage in another process: a gRPC stream. Within one process `StepRunner` hands results over.
 
 A link never raises into its stage: what it cannot deliver it reports once through `on_lost`.
 """
@@ -37,26 +37,6 @@ class Link(Protocol):
 
     async def close(self) -> None:
         """End the edge."""
-
-
-class LocalLink:
-    """Both ends in one daemon: messages are handed over, the network is not touched."""
-
-    rtt_s = 0.0
-
-    def __init__(self, deliver: Callable[[pb.FramesRequest], None], on_lost: Lost) -> None:
-        self._deliver = deliver
-        self._on_lost = on_lost
-
-    def send(self, message: pb.FramesRequest) -> None:
-        """Hand over now; the receiver's refusal is a lost edge."""
-        try:
-            self._deliver(message)
-        except LaminaError as error:
-            self._on_lost(error)
-
-    async def close(self) -> None:
-        """Nothing to do."""
 
 
 class GrpcLink:

@@ -39,6 +39,14 @@ class StageResult:
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that the device has been given; `start_s` on the clock of time.perf_counter."""
+
+    ready: ReadyStep
+    start_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StageFacts:
     """A stage in figures, as of its last change: memory in bytes, what it has done since it was loaded."""
 
@@ -164,10 +172,26 @@ class Stage:
         self._sampler.clear()
         self._publish(busy_s=0.0)
 
+    max_launched = 1  # steps that may be launched and not finished
+
     def run(self, ready: ReadyStep) -> StageResult:
-        """Run one step. Raises InvalidPlan if the plan contradicts what came before, Unavailable without a cache."""
-        start = time.perf_counter()
-        model, plan = self._launch(ready), ready.plan
+        """`launch` and `finish`, waiting in between."""
+        return self.finish(self.launch(ready))
+
+    def launch(self, ready: ReadyStep) -> LaunchedStep:
+        """Begin a step. Raises InvalidPlan if the plan contradicts what came before, Unavailable without a cache."""
+        start_s = time.perf_counter()
+        self._launch(ready)
+        return LaunchedStep(ready, start_s)
+
+    def is_done(self, launched: LaunchedStep) -> bool:
+        """Whether `finish` need not wait for the device."""
+        return True
+
+    def finish(self, launched: LaunchedStep) -> StageResult:
+        """What the oldest launched step left, its tokens sampled. Waits for the device."""
+        ready = launched.ready
+        model, plan = self._loaded_model(), ready.plan
         if model.is_last:
             rows = [(piece.seq, piece.end) for piece in plan.sampled()]
             best = model.best(len(rows))
@@ -177,23 +201,31 @@ class Stage:
             hidden = model.hidden(plan.num_rows)
             num_bad = int(np.count_nonzero(~np.isfinite(hidden.sum(axis=1))))
             result = StageResult(ready, hidden, None, num_bad)
-        self._publish(busy_s=time.perf_counter() - start, num_steps=1)
+        self._publish(busy_s=time.perf_counter() - launched.start_s, num_steps=1)
         return result
 
     def forward(self, ready: ReadyStep) -> NDArray[np.float32]:
         """The step without sampling: hidden state float32 [rows, H], or logits float32 [logit rows, vocab]."""
-        model, plan = self._launch(ready), ready.plan
+        self._launch(ready)
+        model, plan = self._loaded_model(), ready.plan
         return model.logits(plan.num_logit_rows) if model.is_last else model.hidden(plan.num_rows)
 
-    def _launch(self, ready: ReadyStep) -> StageModel:
-        if self._model is None or self._pool is None:
-            raise Unavailable("the stage has no cache yet")
-        plan = ready.plan
+    def _launch(self, ready: ReadyStep) -> None:
+        model, plan = self._loaded_model(), ready.plan
         self._tables.apply(plan)
         for copy in plan.block_copies:
-            self._pool.copy_block(copy.group, copy.source, copy.target)
-        self._model.launch(self._arrays(ready))
+            self._loaded_pool().copy_block(copy.group, copy.source, copy.target)
+        model.launch(self._arrays(ready))
+
+    def _loaded_model(self) -> StageModel:
+        if self._model is None:
+            raise Unavailable("the stage has no cache yet")
         return self._model
+
+    def _loaded_pool(self) -> KvPool:
+        if self._pool is None:
+            raise Unavailable("the stage has no cache yet")
+        return self._pool
 
     def free(self) -> None:
         """Give back everything on the device."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lamina.rpc_worker.device_thread import DeviceThread
 from lamina.rpc_worker.grammar import GrammarCompiler
-from lamina.rpc_worker.link import GrpcLink, Link, LocalLink
+from lamina.rpc_worker.link import GrpcLink
 from lamina.rpc_worker.models import OpenedModel, find_model, open_model
 from lamina.rpc_worker.settings import WorkerSettings
 from lamina.rpc_worker.stage import Stage
@@ -128,14 +128,11 @@ class StageRegistry:
         """Open the edge to the next stage, handed over in memory if it lives here; its round trip in seconds."""
         key = runtime.key
         local = self._stages.get((key.placement, key.next_index))
-        link: Link
         if local is not None and local.runtime.key.epoch == key.epoch:
-            link = LocalLink(local.runtime.handle_frames_message, runtime.link_lost)
-        else:
-            opening = pb.FramesOpen(
-                placement=key.placement, epoch=key.epoch, from_stage=key.index, to_stage=key.next_index
-            )
-            link = await GrpcLink.open(next_address, opening, runtime.link_lost)
+            await runtime.attach_neighbour(local.runtime)
+            return 0.0
+        opening = pb.FramesOpen(placement=key.placement, epoch=key.epoch, from_stage=key.index, to_stage=key.next_index)
+        link = await GrpcLink.open(next_address, opening, runtime.link_lost)
         await runtime.attach_link(link)
         return link.rtt_s
 

@@ -1,18 +1,18 @@
-"""A loaded stage as the daemon's event loop sees it: its step queue, its controller, its edge forward.
+"""A loaded stage as the daemon's event loop sees it: its controller, its edge forward, what comes in for its queue.
 
-Owned by the loop. The `Stage` behind it belongs to the compute thread and is touched only through `DeviceThread`.
+Owned by the loop. The `Stage` behind it belongs to the compute thread, where a `StepRunner` takes it through its steps.
 """
 
 import asyncio
 import logging
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 
 from lamina.rpc_worker.device_thread import DeviceThread
 from lamina.rpc_worker.link import Link
 from lamina.rpc_worker.stage import Stage, StageResult
 from lamina.rpc_worker.step_queue import StepQueue
+from lamina.rpc_worker.step_runner import Outcome, StepRunner
 from lamina.spec.errors import InvalidPlan, LaminaError, StaleEpoch, Unavailable, WorkerLost
 from lamina.spec.ids import Epoch, PlacementId
 from lamina.spec.model import LayerRange, ModelSpec
@@ -32,7 +32,6 @@ from lamina.wire.frames import encode_frame
 from lamina.wire.status import error_name
 
 _log = logging.getLogger(__name__)
-_MAX_POSTED = 2  # steps with the compute thread: one runs while the next waits, so that it never idles
 # A coordinator counts a step as issued until it has read the answer, so more than these never wait to be read.
 _MAX_UNREAD = 2 * MAX_RUN_AHEAD
 
@@ -91,7 +90,9 @@ class StageRuntime:
         self._queue = StepQueue(
             key.epoch, settings, takes_tokens=key.is_first, hidden=spec.hidden, vocab_size=spec.vocab_size
         )
-        self._num_posted = 0
+        self._runner = StepRunner(stage, self._queue, device, self._on_outcome, self.link_lost)
+        if key.is_first and key.is_last:
+            self._runner.neighbour = self._runner
         self._responses: Responses | None = None
         self._link: Link | None = None
         self._sent_back: deque[pb.StepDone] = deque(maxlen=MAX_RUN_AHEAD)  # answers given to the feedback edge
@@ -141,7 +142,7 @@ class StageRuntime:
         responses, self._responses = self._responses, None
         if responses is not None:
             responses.put_nowait(None)
-        self.device.post(self.stage.reset_sequences, self._on_housekeeping)
+        self._runner.end()
         await self.close_link()
 
     def handle_command(self, command: StepCommand) -> None:
@@ -149,17 +150,13 @@ class StageRuntime:
         match command:
             case StepPlan():
                 self._queue.add_plan(command)
-                self._pump()
-            case AddSequence():
-                if not self.key.is_last:
-                    raise InvalidPlan("sequences are added to the last stage only")
-                self.device.post(lambda: self.stage.add_sequence(command), self._on_housekeeping)
-            case RemoveSequence(seq):
-                self._queue.forget(seq)
-                self.device.post(lambda: self.stage.remove_sequence(seq), self._on_housekeeping)
+            case AddSequence() if not self.key.is_last:
+                raise InvalidPlan("sequences are added to the last stage only")
+            case AddSequence() | RemoveSequence():
+                self._queue.add_edit(command)
             case SampleToken(epoch, seq, pos, token):
                 self._queue.add_token(epoch, seq, pos, token)
-                self._pump()
+        self._runner.wake()
 
     # -- the edge from the stage before
 
@@ -174,7 +171,7 @@ class StageRuntime:
                 self._queue.add_done(done_from_message(message.done))
             case other:
                 raise InvalidPlan(f"{self._who}: message {other!r} is out of order on a Frames stream")
-        self._pump()
+        self._runner.wake()
 
     # -- the edge to the next stage
 
@@ -183,13 +180,18 @@ class StageRuntime:
         if self.has_ended:
             await link.close()
             raise StaleEpoch(f"{self._who}: epoch {self.key.epoch} ended while its edge was opened")
-        replaced, self._link = self._link, link
-        if replaced is not None:
-            await replaced.close()
+        await self._replace_link(link)
+        self._runner.neighbour = None
+
+    async def attach_neighbour(self, following: "StageRuntime") -> None:
+        """What leaves the stage goes straight to the next one, which lives in this process."""
+        self._runner.neighbour = following._runner
+        await self._replace_link(None)
 
     def link_lost(self, error: LaminaError) -> None:
         """The edge forward broke. Losing the feedback edge costs speed, any other ends the stage's epoch."""
         self._link = None
+        self._runner.neighbour = None
         if not self.key.is_last:
             self.fail(WorkerLost(f"edge to stage {self.key.next_index} lost: {error}"))
             return
@@ -201,9 +203,13 @@ class StageRuntime:
 
     async def close_link(self) -> None:
         """Drop the edge forward."""
-        link, self._link = self._link, None
-        if link is not None:
-            await link.close()
+        self._runner.neighbour = None
+        await self._replace_link(None)
+
+    async def _replace_link(self, link: Link | None) -> None:
+        replaced, self._link = self._link, link
+        if replaced is not None:
+            await replaced.close()
 
     # -- steps
 
@@ -214,53 +220,44 @@ class StageRuntime:
         """
         if self._failure is not None or self.has_ended:
             return
+        self._runner.stop()
         self._failure = failure = type(error)(f"{self._who}: {error}")
         _log.error("%s", failure)
         if self._responses is not None:
             self._responses.put_nowait(pb.StepsResponse(failure=_failure_message(failure)))
             self._responses.put_nowait(None)
 
-    def _pump(self) -> None:
-        """Hand steps to the compute thread while it has room and they are complete."""
-        while self._num_posted < _MAX_POSTED and self._failure is None and not self.has_ended:
-            ready = self._queue.pop_ready()
-            if ready is None:
-                return
-            self._num_posted += 1
-            self.device.post(partial(self.stage.run, ready), self._on_result)
-
-    def _on_result(self, outcome: StageResult | Exception) -> None:
-        self._num_posted -= 1
+    def _on_outcome(self, outcome: Outcome) -> None:
         if self.has_ended:
             return  # nobody waits for it
-        if isinstance(outcome, Exception):
-            self._on_housekeeping(outcome)
-            return
-        if outcome.done is not None:
+        if isinstance(outcome, LaminaError):
+            self.fail(outcome)
+        elif isinstance(outcome, Exception):
+            _log.error("%s: unexpected failure", self._who, exc_info=outcome)
+            self.fail(LaminaError(f"{type(outcome).__name__}: {outcome}"))
+        elif outcome.done is not None:
             self._send_done(outcome.done)
-        elif outcome.hidden is not None:
+        else:
             self._send_hidden(outcome)
-        self._pump()
 
     def _send_hidden(self, result: StageResult) -> None:
-        step = result.ready.plan.step
+        plan = result.ready.plan
         if result.num_nonfinite_rows:
-            _log.error("%s: %d rows of step %d are not finite", self._who, result.num_nonfinite_rows, step)
-        if self._link is None:
-            self.fail(Unavailable(f"no edge to stage {self.key.next_index} for step {step}; link the stages first"))
-        elif result.hidden is not None:
-            frame = encode_frame(result.ready.plan, result.hidden, self.settings.wire_dtype)
+            _log.error("%s: %d rows of step %d are not finite", self._who, result.num_nonfinite_rows, plan.step)
+        if self._link is not None and result.hidden is not None:
+            frame = encode_frame(plan, result.hidden, self.settings.wire_dtype)
             self._link.send(pb.FramesRequest(frame=frame))
+        elif self._runner.neighbour is None:
+            next_index = self.key.next_index
+            self.fail(Unavailable(f"no edge to stage {next_index} for step {plan.step}; link the stages first"))
 
     def _send_done(self, done: StepDone) -> None:
         message = done_to_message(done)
-        if self.key.is_first:
-            self._queue.add_done(done)
-        elif self._link is None:
-            message.needs_relay = True
         if self._link is not None:
             self._sent_back.append(message)
             self._link.send(pb.FramesRequest(done=message))
+        elif self._runner.neighbour is None:
+            message.needs_relay = True
         self._respond(pb.StepsResponse(done=message))
 
     def _respond(self, response: pb.StepsResponse) -> None:
@@ -269,13 +266,6 @@ class StageRuntime:
         self._responses.put_nowait(response)
         if self._responses.qsize() > _MAX_UNREAD:
             self.fail(InvalidPlan(f"the coordinator leaves {_MAX_UNREAD} answers unread"))
-
-    def _on_housekeeping(self, outcome: object) -> None:
-        if isinstance(outcome, LaminaError):
-            self.fail(outcome)
-        elif isinstance(outcome, Exception):
-            _log.error("%s: unexpected failure", self._who, exc_info=outcome)
-            self.fail(LaminaError(f"{type(outcome).__name__}: {outcome}"))
 
 
 def _failure_message(error: LaminaError) -> pb.StageFailure:

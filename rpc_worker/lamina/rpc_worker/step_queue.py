@@ -1,11 +1,18 @@
-"""Which step may run next: a pure state machine over plans, frames and sampled tokens. No IO, no clock.
+"""Which step may run next: a state machine over plans, hidden states and sampled tokens. No IO, no clock.
 
 A step is ready when it is the lowest one not yet handed out, its plan is there, and its input is complete: on stage 0
-every `FromSample` token, on later stages the frame. Plans and inputs may arrive in either order; what is held back is
-bounded by MAX_RUN_AHEAD. Whatever cannot belong to the placement is refused at once, before anything is built from it.
+every `FromSample` token, on later stages the hidden state. Plans and inputs may arrive in either order; what is held
+back is bounded by MAX_RUN_AHEAD. Whatever cannot belong to the placement is refused at once, by raising into whoever
+brought it, before anything is built from it.
+
+Any thread may bring something, the compute thread takes steps out: every method holds the queue's lock.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import wraps
+from threading import Lock
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,18 +20,35 @@ from numpy.typing import NDArray
 from lamina.spec.errors import InvalidPlan, StaleEpoch
 from lamina.spec.ids import Epoch, SeqId, StepId
 from lamina.spec.placement import StageSettings
-from lamina.spec.step import MAX_RUN_AHEAD, FromSample, StepDone, StepPlan, Tokens
+from lamina.spec.step import MAX_RUN_AHEAD, AddSequence, FromSample, RemoveSequence, StepDone, StepPlan, Tokens
 from lamina.v1 import step_pb2 as pb
 from lamina.wire.frames import check_frame, check_frame_size, decode_frame
+
+Edit = AddSequence | RemoveSequence
+Hidden = NDArray[np.float32]
+OnDevice = Mapping[tuple[SeqId, int], int]
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyStep:
-    """A plan with its input: token ids int32 [rows] on stage 0, hidden state float32 [rows, H] elsewhere."""
+    """A plan with its input: token ids int32 [rows] on stage 0, hidden state float32 [rows, H] elsewhere.
+
+    A token of -1 - i is not known on the host yet: it is the i-th of those that the device has sampled.
+    """
 
     plan: StepPlan
     tokens: NDArray[np.int32] | None
-    hidden: NDArray[np.float32] | None
+    hidden: Hidden | None
+
+
+def _locked(method: Method) -> Method:
+    @wraps(method)
+    def call(self: "StepQueue", *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return cast(Method, call)
 
 
 class StepQueue:
@@ -33,6 +57,7 @@ class StepQueue:
     def __init__(
         self, epoch: Epoch, settings: StageSettings, *, takes_tokens: bool, hidden: int, vocab_size: int
     ) -> None:
+        self._lock = Lock()
         self._epoch = epoch
         self._settings = settings
         self._takes_tokens = takes_tokens
@@ -41,8 +66,10 @@ class StepQueue:
         self._next = StepId(0)
         self._plans: dict[StepId, StepPlan] = {}
         self._last_planned = StepId(-1)
-        self._frames: dict[StepId, pb.Frame] = {}
+        self._inputs: dict[StepId, pb.Frame | Hidden] = {}
+        self._edits: list[Edit] = []
         self._tokens: dict[tuple[SeqId, int], int] = {}  # by (seq, pos), oldest first
+        self._fed_on_device: set[tuple[SeqId, int]] = set()  # tokens that were used before the host knew them
         # A plan refers back MAX_RUN_AHEAD steps at most, and each token comes twice at most (edge and relay).
         self._max_tokens = 2 * MAX_RUN_AHEAD * settings.max_logit_rows
 
@@ -51,6 +78,7 @@ class StepQueue:
         """The step that runs next."""
         return self._next
 
+    @_locked
     def add_plan(self, plan: StepPlan) -> None:
         """Take the next plan. Raises StaleEpoch, or InvalidPlan if it is out of order or too large."""
         self._check_epoch(plan.epoch, f"plan of step {plan.step}")
@@ -59,81 +87,124 @@ class StepQueue:
         if plan.step >= self._next + MAX_RUN_AHEAD:
             raise InvalidPlan(f"plan of step {plan.step} is more than {MAX_RUN_AHEAD} ahead of step {self._next}")
         self._check_size(plan)
-        if plan.step in self._frames:
-            self._check_frame(self._frames[plan.step], plan)
+        self._check_input(self._inputs.get(plan.step), plan)
         self._plans[plan.step] = plan
         self._last_planned = plan.step
 
-    def add_frame(self, frame: pb.Frame) -> None:
-        """Take a hidden state. Raises StaleEpoch, or InvalidPlan if it does not fit its plan or its step."""
-        self._check_epoch(Epoch(frame.epoch), f"frame of step {frame.step}")
-        step = StepId(frame.step)
-        if self._takes_tokens:
-            raise InvalidPlan(f"frame of step {step}: the first stage takes tokens, not frames")
-        if not self._next <= step < self._next + MAX_RUN_AHEAD or step in self._frames:
-            raise InvalidPlan(f"frame of step {step} is not expected; step {self._next} runs next")
-        if step in self._plans:
-            self._check_frame(frame, self._plans[step])
-        else:
-            check_frame_size(frame, self._settings.max_rows, self._hidden, self._settings.wire_dtype)
-        self._frames[step] = frame
+    @_locked
+    def add_edit(self, edit: Edit) -> None:
+        """Take what must be known, or may be forgotten, before any step whose plan comes later runs."""
+        self._edits.append(edit)
+        if isinstance(edit, RemoveSequence):
+            for key in [key for key in self._tokens if key[0] == edit.seq]:
+                del self._tokens[key]
 
+    @_locked
+    def add_frame(self, frame: pb.Frame) -> None:
+        """Take a hidden state off the wire. Raises StaleEpoch, or InvalidPlan if it fits no plan or no step."""
+        self._check_expected(Epoch(frame.epoch), StepId(frame.step))
+        if StepId(frame.step) not in self._plans:
+            check_frame_size(frame, self._settings.max_rows, self._hidden, self._settings.wire_dtype)
+        self._add_input(StepId(frame.step), frame)
+
+    @_locked
+    def add_hidden(self, epoch: Epoch, step: StepId, hidden: Hidden) -> None:
+        """Take a hidden state from a stage of this process. Raises like `add_frame`."""
+        self._check_expected(epoch, step)
+        self._add_input(step, hidden)
+
+    @_locked
     def add_done(self, done: StepDone) -> None:
         """Take the tokens that a step sampled (direct edge from the last stage). Raises StaleEpoch or InvalidPlan."""
         self._check_epoch(done.epoch, f"answer to step {done.step}")
         if done.step >= self._next:
             raise InvalidPlan(f"answer to step {done.step}, which has not run here; step {self._next} runs next")
         for sampled in done.tokens:
-            self.add_token(done.epoch, sampled.seq, sampled.pos, sampled.token)
+            self._add_token(sampled.seq, sampled.pos, sampled.token)
 
+    @_locked
     def add_token(self, epoch: Epoch, seq: SeqId, pos: int, token: int) -> None:
         """Take one sampled token, from either side; the first to come counts. Raises StaleEpoch or InvalidPlan."""
         self._check_epoch(epoch, f"token of sequence {seq}")
-        if not self._takes_tokens:
-            raise InvalidPlan(f"token of sequence {seq}: only the first stage takes tokens")
-        self._check_ids((token,), f"sequence {seq}")
-        self._tokens.setdefault((seq, pos), token)
-        if len(self._tokens) > self._max_tokens:
-            del self._tokens[next(iter(self._tokens))]
+        self._add_token(seq, pos, token)
 
-    def forget(self, seq: SeqId) -> None:
-        """Drop the tokens of a sequence that is over."""
-        for key in [key for key in self._tokens if key[0] == seq]:
-            del self._tokens[key]
+    @_locked
+    def pop_edits(self) -> list[Edit]:
+        """What was added since the last call, in order."""
+        edits, self._edits = self._edits, []
+        return edits
 
-    def pop_ready(self) -> ReadyStep | None:
-        """The next step if it is complete, else None."""
+    @_locked
+    def pop_ready(self, on_device: OnDevice | None = None) -> ReadyStep | None:
+        """The next step if it is complete, else None; None as well while there are edits to pop.
+
+        `on_device` tells where the device keeps tokens that it has sampled and the host does not know yet.
+        """
         plan = self._plans.get(self._next)
-        if plan is None:
+        if plan is None or self._edits:
             return None
         tokens = hidden = None
         if self._takes_tokens:
-            tokens = self._input_tokens(plan)
+            tokens = self._input_tokens(plan, on_device or {})
             if tokens is None:
                 return None
         else:
-            frame = self._frames.pop(self._next, None)
-            if frame is None:
+            received = self._inputs.pop(self._next, None)
+            if received is None:
                 return None
-            hidden = decode_frame(frame)
+            hidden = decode_frame(received) if isinstance(received, pb.Frame) else received
         del self._plans[self._next]
         self._next = StepId(self._next + 1)
         return ReadyStep(plan, tokens, hidden)
 
-    def _input_tokens(self, plan: StepPlan) -> NDArray[np.int32] | None:
+    def _input_tokens(self, plan: StepPlan, on_device: OnDevice) -> NDArray[np.int32] | None:
         ids: list[int] = []
         for piece in plan.slices:
             match piece.input:
                 case Tokens(known):
                     ids.extend(known)
                 case FromSample():
-                    sampled = self._tokens.get((piece.seq, piece.pos))
+                    key = (piece.seq, piece.pos)
+                    sampled = self._tokens.get(key)
                     if sampled is None:
-                        return None
+                        if key not in on_device:
+                            return None
+                        sampled = -1 - on_device[key]
                     ids.append(sampled)
         for piece in plan.slices:
-            self._tokens.pop((piece.seq, piece.pos), None)
+            key = (piece.seq, piece.pos)
+            if self._tokens.pop(key, None) is None and isinstance(piece.input, FromSample):
+                self._fed_on_device.add(key)
         return np.array(ids, np.int32)
+
+    def _add_token(self, seq: SeqId, pos: int, token: int) -> None:
+        if not self._takes_tokens:
+            raise InvalidPlan(f"token of sequence {seq}: only the first stage takes tokens")
+        self._check_ids((token,), f"sequence {seq}")
+        if (seq, pos) in self._fed_on_device:
+            self._fed_on_device.remove((seq, pos))
+            return
+        self._tokens.setdefault((seq, pos), token)
+        if len(self._tokens) > self._max_tokens:
+            del self._tokens[next(iter(self._tokens))]
+
+    def _add_input(self, step: StepId, received: pb.Frame | Hidden) -> None:
+        if step in self._plans:
+            self._check_input(received, self._plans[step])
+        self._inputs[step] = received
+
+    def _check_expected(self, epoch: Epoch, step: StepId) -> None:
+        self._check_epoch(epoch, f"frame of step {step}")
+        if self._takes_tokens:
+            raise InvalidPlan(f"frame of step {step}: the first stage takes tokens, not frames")
+        if not self._next <= step < self._next + MAX_RUN_AHEAD or step in self._inputs:
+            raise InvalidPlan(f"frame of step {step} is not expected; step {self._next} runs next")
+
+    def _check_input(self, received: pb.Frame | Hidden | None, plan: StepPlan) -> None:
+        if isinstance(received, pb.Frame):
+            check_frame(received, plan, self._hidden, self._settings.wire_dtype)
+        elif received is not None and len(received) != plan.num_rows:
+            raise InvalidPlan(f"hidden state of step {plan.step} has {len(received)} rows, its plan {plan.num_rows}")
 
     def _check_epoch(self, epoch: Epoch, what: str) -> None:
         if epoch != self._epoch:
@@ -152,6 +223,3 @@ class StepQueue:
     def _check_ids(self, ids: tuple[int, ...], where: str) -> None:
         if min(ids) < 0 or max(ids) >= self._vocab_size:
             raise InvalidPlan(f"{where}: token ids {min(ids)} .. {max(ids)} are not within [0, {self._vocab_size})")
-
-    def _check_frame(self, frame: pb.Frame, plan: StepPlan) -> None:
-        check_frame(frame, plan, self._hidden, self._settings.wire_dtype)
