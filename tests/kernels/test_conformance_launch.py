@@ -28,6 +28,7 @@ class Operands:
         self.table = bench.ints([[0, 1]], Extent.SEQS)
         self.gain = bench.vector(np.ones(64))
         self.freq = bench.vector(np.ones(16))
+        self.params = bench.floats(np.zeros((3, len(ops.SAMPLE_PARAMS))))
         self.sinks = bench.vector(np.ones(3))
         self.square = bench.weight((GgmlType.Q8_0, 64), cols=64)[0]
         self.pair = bench.weight((GgmlType.Q8_0, 64), (GgmlType.Q8_0, 64), cols=64)[0]
@@ -66,6 +67,8 @@ BAD_LAUNCHES: dict[str, Callable[[Operands], None]] = {
     "gather_rows: float indices": lambda o: ops.gather_rows(o.b, o.x, o.x, o.y),
     "argmax: float out": lambda o: ops.argmax(o.b, o.x, o.y),
     "argmax: int input": lambda o: ops.argmax(o.b, o.ints, o.ints),
+    "sample: a parameter too few": lambda o: ops.sample(o.b, o.x, o.params.columns(0, 5), o.ints),
+    "sample: float out": lambda o: ops.sample(o.b, o.x, o.params, o.y),
     "missing argument": lambda o: o.b.launch(ops.ADD, {"x": o.x, "y": o.y}),
     "unknown argument": lambda o: o.b.launch(ops.ADD, {"x": o.x, "y": o.y, "out": o.x, "scale": 1.0}),
     "None where none may be": lambda o: o.b.launch(ops.ADD, {"x": o.x, "y": None, "out": o.x}),
@@ -99,6 +102,7 @@ def test_good_launches_of_the_same_operands_pass(bench: Bench) -> None:
     ops.softcap(o.b, o.x, 30.0)
     ops.gather_rows(o.b, o.x, o.ints, o.y)
     ops.argmax(o.b, o.x, o.ints)
+    ops.sample(o.b, o.x, o.params, o.ints)
 
 
 def test_every_op_is_supported(bench: Bench) -> None:

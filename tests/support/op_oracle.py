@@ -142,3 +142,32 @@ def expert_linear(
         for rank, expert in enumerate(experts[row]):
             out[row] += float(shares[row, rank]) * (matrices[expert] @ x[row, rank].astype(np.float64) + biases[expert])
     return out
+
+
+def distribution(logits: NDArray[np.float32], params: list[float]) -> tuple[NDArray[np.int64], F64, float]:
+    """What `params` (ops.SAMPLE_PARAMS) leave of a row, by sorting (-logit, id): ids, running sums, clearance.
+
+    The last is how far top_p is from the nearest sum that it is compared with: where that is float rounding, one token
+    more or less may be left.
+    """
+    temperature, top_k, top_p, min_p, top_n_sigma, _ = params
+    values = logits.astype(np.float64).tolist()
+    finite = [value for value in values if math.isfinite(value)]
+    best, mean = max(values), sum(finite) / len(finite)
+    sigma = math.sqrt(sum((value - mean) ** 2 for value in finite) / len(finite))
+    lowest = best - top_n_sigma * sigma if top_n_sigma > 0 else -math.inf
+    kept = sorted((i for i, v in enumerate(values) if v > -math.inf and v >= lowest), key=lambda i: (-values[i], i))
+    kept = kept[: int(top_k)] if top_k > 0 else kept
+    weight = {i: math.exp((values[i] - best) / max(temperature, 1e-6)) for i in kept}
+    kept = [i for i in kept if weight[i] >= min_p]
+    clearance = 1.0
+    if top_p < 1:
+        total, reached, count = sum(weight[i] for i in kept), 0.0, 0
+        while count < len(kept) and reached < top_p:
+            reached += weight[kept[count]] / total
+            clearance = min(clearance, abs(reached - top_p))
+            count += 1
+        kept = kept[:count]
+    ids = np.array(sorted(kept))
+    weights = np.array([weight[i] for i in ids.tolist()])
+    return ids, np.cumsum(weights / weights.sum()), clearance

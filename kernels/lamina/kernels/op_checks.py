@@ -9,6 +9,7 @@ from lamina.kernels.ops import (
     GATINGS,
     MAX_SELECTED_EXPERTS,
     ROPE_LAYOUTS,
+    SAMPLE_PARAMS,
     Args,
     LaunchError,
     OpSpec,
@@ -59,6 +60,8 @@ def _shape_problem(op: OpSpec, args: Args) -> str | None:
             return _cache_problem(op, a, cache) or _sinks_problem(args, a.get("q", 0) // cache.key_dim)
         case "add" | "gather_rows" if len({a[name] for name in a if name != "indices"}) != 1:
             return f"columns differ: {a}"
+        case "sample" if a["params"] != len(SAMPLE_PARAMS):
+            return f"params have {a['params']} columns, not {len(SAMPLE_PARAMS)}"
     return None
 
 

@@ -109,6 +109,7 @@ ADD = OpSpec("add", {"x": _f32(), "y": _f32(), "out": _f32(written=True)})
 SOFTCAP = OpSpec("softcap", {"x": _f32(written=True), "cap": Arg(float)})
 GATHER_ROWS = OpSpec("gather_rows", {"x": _f32(), "indices": _I32, "out": _f32(written=True)})
 ARGMAX = OpSpec("argmax", {"x": _f32(), "out": Arg(Buffer, DType.I32, written=True)})
+SAMPLE = OpSpec("sample", {"x": _f32(), "params": _f32(), "out": Arg(Buffer, DType.I32, written=True)})
 
 ALL_OPS: Mapping[str, OpSpec] = {
     op.name: op
@@ -127,6 +128,7 @@ ALL_OPS: Mapping[str, OpSpec] = {
         SOFTCAP,
         GATHER_ROWS,
         ARGMAX,
+        SAMPLE,
     )
 }
 
@@ -136,6 +138,7 @@ GATINGS = ("softmax", "softmax_selected")
 MAX_SELECTED_EXPERTS = 32  # of one row
 LEAST_SHARE_SUM = 2.0**-14  # what a row's shares are at least divided by when normalised
 ROPE_LAYOUTS = ("norm", "neox")
+SAMPLE_PARAMS = ("temperature", "top_k", "top_p", "min_p", "top_n_sigma", "uniform")  # columns, in order
 
 
 def embed(b: "Backend", tokens: Buffer, table: Weight, out: Buffer, scale: float = 1.0) -> None:
@@ -293,3 +296,23 @@ def gather_rows(b: "Backend", x: Buffer, indices: Buffer, out: Buffer) -> None:
 def argmax(b: "Backend", x: Buffer, out: Buffer) -> None:
     """out[r] = index of the largest of x[r], the first of equals; -1 if the row has a NaN or no finite value (B-35)."""
     b.launch(ARGMAX, {"x": x, "out": out})
+
+
+def sample(b: "Backend", x: Buffer, params: Buffer, out: Buffer) -> None:
+    """Draw a token from each row of logits whose temperature is > 0: f32 [rows, C], f32 [rows, 6] -> i32 [rows].
+
+    On entry `out` holds `argmax` of x; rows with a temperature of 0, and rows that are not finite (-1), keep it (B-35).
+    The columns of `params` are SAMPLE_PARAMS; 0 switches top_k, min_p and top_n_sigma off, 1 top_p. In order (B-31):
+
+    1. top_n_sigma keeps logits >= max - n * sigma, sigma: the standard deviation of the row's finite logits (B-33).
+    2. The logits are divided by the temperature, by 1e-6 if that is more (B-32).
+    3. top_k keeps the k largest.
+    4. min_p keeps those at least min_p times as likely as the likeliest.
+    5. top_p keeps the fewest likeliest that have top_p of the probability together, renormalised over what is left.
+    6. What is left is renormalised. The token drawn is the first, in order of id, at which the sum of probabilities
+       exceeds `uniform`, a random number in [0, 1) that the caller brings.
+
+    Of equal logits a filter keeps those with the lowest ids. A sum that is within float rounding of a bound (2e-6,
+    relative) may fall on either side of it.
+    """
+    b.launch(SAMPLE, {"x": x, "params": params, "out": out})

@@ -11,7 +11,9 @@ from lamina.kernels.backend import Backend, Graph, GraphError
 from lamina.kernels.buffer import Buffer, StepShape
 from lamina.kernels.ops import Args, LaunchError, OpSpec
 
-_PER_ROW = frozenset({"tokens", "x", "y", "out", "positions", "slots", "k", "v", "q", "indices", "experts", "shares"})
+_PER_ROW = frozenset(
+    ("tokens", "x", "y", "out", "positions", "slots", "k", "v", "q", "indices", "experts", "shares", "params")
+)
 
 
 class RecordedGraph(Graph):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lamina.kernels.buffer import BLOCK_TOKENS, Buffer, KvCache, StepShape, Weight
 from lamina.kernels.ops import Args, LaunchError
-from lamina.kernels.reference import attention, functions
+from lamina.kernels.reference import attention, functions, sampling
 from lamina.kernels.reference.storage import Matrix, require_within, rows_of, storage_of
 
 F32 = NDArray[np.float32]
@@ -200,6 +200,16 @@ def _argmax(o: Operands) -> None:
     o.ints("out")[...] = functions.argmax(o.floats("x"))
 
 
+def _sample(o: Operands) -> None:
+    out = o.ints("out")
+    require_within("sample: out", out + 1, o.floats("x").shape[1] + 1)
+    for row, (logits, params) in enumerate(zip(o.floats("x"), o.floats("params"), strict=True)):
+        temperature, top_k, top_p, min_p, top_n_sigma, uniform = (float(value) for value in params)
+        if out[row] >= 0 and temperature > 0:
+            filters = sampling.Filters(temperature, int(top_k), top_p, min_p, top_n_sigma)
+            out[row] = sampling.draw(logits, filters, uniform)
+
+
 RUNNERS: Mapping[str, Callable[[Operands], None]] = {
     "embed": _embed,
     "rms_norm": _rms_norm,
@@ -215,4 +225,5 @@ RUNNERS: Mapping[str, Callable[[Operands], None]] = {
     "softcap": _softcap,
     "gather_rows": _gather_rows,
     "argmax": _argmax,
+    "sample": _sample,
 }
