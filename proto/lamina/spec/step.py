@@ -63,12 +63,18 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One micro-batch, the same for every stage. Rows of the batch are the slices' tokens, in order."""
+    """One micro-batch, the same for every stage. Rows of the batch are the slices' tokens, in order.
+
+    `num_scored` has one entry per slice, or none if nothing is scored: the last stage answers the log-probabilities of
+    the tokens that follow so many of the slice's rows, the last ones before the sampled row. What follows is in the
+    sequence's history, so no logits travel.
+    """
 
     epoch: Epoch
     step: StepId
     slices: tuple[SeqSlice, ...]
     block_copies: tuple[BlockCopy, ...] = ()
+    num_scored: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.slices:
@@ -86,6 +92,15 @@ class StepPlan:
                     raise InvalidPlan(f"step {self.step}: sequence {seq} refers to step {source.step}")
             elif len(source.ids) != num_tokens:
                 raise InvalidPlan(f"sequence {seq}: {len(source.ids)} ids for {num_tokens} tokens")
+        if self.num_scored:
+            self._check_scored()
+
+    def _check_scored(self) -> None:
+        if len(self.num_scored) != len(self.slices):
+            raise InvalidPlan(f"step {self.step}: {len(self.num_scored)} counts of scored rows, not one per slice")
+        for piece, count in zip(self.slices, self.num_scored, strict=True):
+            if not 0 <= count <= piece.num_tokens - piece.want_logits:
+                raise InvalidPlan(f"sequence {piece.seq}: {count} scored rows in {piece.num_tokens} tokens")
 
     @property
     def num_rows(self) -> int:
@@ -94,12 +109,19 @@ class StepPlan:
 
     @property
     def num_logit_rows(self) -> int:
-        """Rows whose logits are wanted."""
-        return sum(piece.want_logits for piece in self.slices)
+        """Rows whose logits are wanted, to sample or to score."""
+        return sum(piece.want_logits for piece in self.slices) + sum(self.num_scored)
 
     def sampled(self) -> Iterator[SeqSlice]:
         """The slices that sample, in order."""
         return (piece for piece in self.slices if piece.want_logits)
+
+    def scored(self) -> Iterator[tuple[SeqId, range]]:
+        """(sequence, positions of the tokens whose log-probability is wanted) of every slice that has any, in order."""
+        for piece, count in zip(self.slices, self.num_scored, strict=False):
+            if count:
+                last = piece.end - piece.want_logits
+                yield piece.seq, range(last - count + 1, last + 1)
 
 
 class FinishReason(Enum):
@@ -124,12 +146,17 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """The last stage's answer to a step: every stage has run it, and these tokens were sampled."""
+    """The last stage's answer to a step: every stage has run it, and these tokens were sampled.
+
+    `scores` are the natural log-probabilities that the plan's `num_scored` asked for, in its order; NaN where the
+    logits were not finite.
+    """
 
     epoch: Epoch
     step: StepId
     tokens: tuple[SampledToken, ...]
     needs_relay: bool = False
+    scores: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

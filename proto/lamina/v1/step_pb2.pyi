@@ -86,6 +86,7 @@ class StepPlan(_message.Message):
     NUM_NEW_BLOCKS_FIELD_NUMBER: _builtins.int
     NEW_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_COPIES_FIELD_NUMBER: _builtins.int
+    NUM_SCORED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step: _builtins.int
     @_builtins.property
@@ -126,6 +127,12 @@ class StepPlan(_message.Message):
     def block_copies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Copied on every stage before the step runs: triples (group, source block, target block)."""
 
+    @_builtins.property
+    def num_scored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per slice, or empty if nothing is scored: rows, the last before the sampled one, of which the last stage answers the
+        log-probability of the token that follows in the sequence's history.
+        """
+
     def __init__(
         self,
         *,
@@ -141,10 +148,11 @@ class StepPlan(_message.Message):
         num_new_blocks: _abc.Iterable[_builtins.int] | None = ...,
         new_blocks: _abc.Iterable[_builtins.int] | None = ...,
         block_copies: _abc.Iterable[_builtins.int] | None = ...,
+        num_scored: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "epoch", b"epoch", "from_row", b"from_row", "from_step", b"from_step", "new_blocks", b"new_blocks", "num_new_blocks", b"num_new_blocks", "num_tokens", b"num_tokens", "pos", b"pos", "seq", b"seq", "step", b"step", "token_ids", b"token_ids", "want_logits", b"want_logits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "epoch", b"epoch", "from_row", b"from_row", "from_step", b"from_step", "new_blocks", b"new_blocks", "num_new_blocks", b"num_new_blocks", "num_scored", b"num_scored", "num_tokens", b"num_tokens", "pos", b"pos", "seq", b"seq", "step", b"step", "token_ids", b"token_ids", "want_logits", b"want_logits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -370,6 +378,7 @@ class StepDone(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
     NEEDS_RELAY_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step: _builtins.int
     needs_relay: _builtins.bool
@@ -400,6 +409,10 @@ class StepDone(_message.Message):
     def errors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """one per FINISH_REASON_ERROR, in order"""
 
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """natural logs, of the plan's scored rows in order; NaN = logits not finite"""
+
     def __init__(
         self,
         *,
@@ -413,10 +426,11 @@ class StepDone(_message.Message):
         finish: _abc.Iterable[Global___FinishReason.ValueType] | None = ...,
         errors: _abc.Iterable[_builtins.str] | None = ...,
         needs_relay: _builtins.bool = ...,
+        scores: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "errors", b"errors", "finish", b"finish", "logprob", b"logprob", "needs_relay", b"needs_relay", "pos", b"pos", "seq", b"seq", "step", b"step", "token", b"token", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "errors", b"errors", "finish", b"finish", "logprob", b"logprob", "needs_relay", b"needs_relay", "pos", b"pos", "scores", b"scores", "seq", b"seq", "step", b"step", "token", b"token", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -66,6 +66,7 @@ def plan_to_message(plan: StepPlan) -> pb.StepPlan:
         num_new_blocks=num_new_blocks,
         new_blocks=new_blocks,
         block_copies=[value for copy in plan.block_copies for value in (copy.group, copy.source, copy.target)],
+        num_scored=plan.num_scored,
     )
 
 
@@ -93,7 +94,7 @@ def plan_from_message(message: pb.StepPlan, num_groups: int) -> StepPlan:
     block_copies = tuple(
         BlockCopy(copies[i], BlockId(copies[i + 1]), BlockId(copies[i + 2])) for i in range(0, len(copies), 3)
     )
-    return StepPlan(Epoch(message.epoch), StepId(message.step), slices, block_copies)
+    return StepPlan(Epoch(message.epoch), StepId(message.step), slices, block_copies, tuple(message.num_scored))
 
 
 def _inputs(counts: list[int], ids: list[int], from_step: list[int], from_row: list[int]) -> list[SliceInput]:
@@ -135,6 +136,7 @@ def done_to_message(done: StepDone) -> pb.StepDone:
         finish=[_FINISH[token.finish] if token.finish else pb.FINISH_REASON_UNSPECIFIED for token in tokens],
         errors=[token.error for token in tokens if token.finish is FinishReason.ERROR],
         needs_relay=done.needs_relay,
+        scores=done.scores,
     )
     if any(token.logprob is not None for token in tokens):
         message.logprob.extend([math.nan if token.logprob is None else token.logprob for token in tokens])
@@ -160,15 +162,14 @@ def done_from_message(message: pb.StepDone) -> StepDone:
         or any(len(top.tokens) != len(top.logprobs) for top in message.top)
     ):
         raise InvalidPlan(f"answer to step {message.step}: columns of unequal length")
-    unknown = next((code for code in codes if code not in _REASON), None)
-    if unknown is not None:
-        raise InvalidPlan(f"answer to step {message.step}: finish reason {unknown} is unknown")
+    if unknown := set(codes) - _REASON.keys():
+        raise InvalidPlan(f"answer to step {message.step}: finish reason {min(unknown)} is unknown")
     if num_logprobs or any(codes):
         details = _details(message, [_REASON[code] for code in codes])
         tokens = tuple(map(SampledToken, seqs, positions, ids, *zip(*details, strict=True)))
     else:
         tokens = tuple(map(SampledToken, seqs, positions, ids))
-    return StepDone(Epoch(message.epoch), StepId(message.step), tokens, message.needs_relay)
+    return StepDone(Epoch(message.epoch), StepId(message.step), tokens, message.needs_relay, tuple(message.scores))
 
 
 _Detail = tuple[float | None, tuple[tuple[int, float], ...], FinishReason | None, str]

@@ -4,7 +4,7 @@ Owned by the compute thread. Per sequence it holds what AddSequence brought and 
 numbers are counter-based, so there is no random state to lose.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -110,6 +110,21 @@ class Sampler:
                 except LaminaError as error:
                     sampled.append(_fail(state, pos, f"{type(error).__name__}: {error}"))
         return tuple(sampled)
+
+    def score(self, wanted: Iterable[tuple[SeqId, range]], logits: Logits) -> tuple[float, ...]:
+        """Natural log-probabilities of tokens in the histories: of each sequence those at the given positions.
+
+        `logits` float32 [positions in all, vocab] predict them, in order. NaN where they are not finite. Raises
+        InvalidPlan for a sequence that is unknown or has no such position.
+        """
+        scores: list[float] = []
+        for seq, positions in wanted:
+            state = self._sequences.get(seq)
+            if state is None or positions.stop > len(state.history):
+                where = f"{positions.start}-{positions.stop - 1}"
+                raise InvalidPlan(f"sequence {seq}: its history has no tokens at {where} to be scored")
+            scores += [filters.logprob(logits[len(scores) + i], state.history[pos]) for i, pos in enumerate(positions)]
+        return tuple(scores)
 
     def _sample_row(self, state: _SequenceState, pos: int, raw: Logits) -> SampledToken:
         params = state.add.sampling

@@ -25,7 +25,7 @@ from lamina.spec.memory import arena_layout, stage_weight_bytes_on
 from lamina.spec.model import LayerRange, ModelSpec, stage_tensor_names
 from lamina.spec.placement import StageSettings
 from lamina.spec.quant import WEIGHT_TYPES
-from lamina.spec.step import AddSequence, StepDone
+from lamina.spec.step import AddSequence, StepDone, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,16 +193,24 @@ class Stage:
         ready = launched.ready
         model, plan = self._loaded_model(), ready.plan
         if model.is_last:
-            rows = [(piece.seq, piece.end) for piece in plan.sampled()]
-            best = model.best(len(rows))
-            tokens = self._sampler.sample(rows, lambda: model.logits(len(rows)), best)
-            result = StageResult(ready, None, StepDone(plan.epoch, plan.step, tokens), 0)
+            result = StageResult(ready, None, self._answer(model, plan), 0)
         else:
             hidden = model.hidden(plan.num_rows)
             num_bad = int(np.count_nonzero(~np.isfinite(hidden.sum(axis=1))))
             result = StageResult(ready, hidden, None, num_bad)
         self._publish(busy_s=time.perf_counter() - launched.start_s, num_steps=1)
         return result
+
+    def _answer(self, model: StageModel, plan: StepPlan) -> StepDone:
+        rows = [(piece.seq, piece.end) for piece in plan.sampled()]
+        if not plan.num_scored:
+            tokens = self._sampler.sample(rows, lambda: model.logits(len(rows)), model.best(len(rows)))
+            return StepDone(plan.epoch, plan.step, tokens)
+        logits = model.logits(plan.num_logit_rows)
+        counts = [(count, piece.want_logits) for piece, count in zip(plan.slices, plan.num_scored, strict=True)]
+        is_sampled = np.array([sampled for count, wanted in counts for sampled in [False] * count + [True] * wanted])
+        tokens = self._sampler.sample(rows, logits[is_sampled])
+        return StepDone(plan.epoch, plan.step, tokens, scores=self._sampler.score(plan.scored(), logits[~is_sampled]))
 
     def forward(self, ready: ReadyStep) -> NDArray[np.float32]:
         """The step without sampling: hidden state float32 [rows, H], or logits float32 [logit rows, vocab]."""
@@ -279,7 +287,12 @@ class Stage:
             blocks.append(table)
             slots.append(table[seq_of_row, positions // block_tokens] * block_tokens + positions % block_tokens)
         wanted = np.fromiter([piece.want_logits for piece in slices], np.bool_, count)
-        logit_rows = (row_starts[1:] - 1)[wanted]
+        if ready.plan.num_scored:
+            counts = wanted + np.array(ready.plan.num_scored, np.int32)
+            ends = zip(row_starts[1:], counts, strict=True)
+            logit_rows = np.concatenate([np.arange(end - count, end, dtype=np.int32) for end, count in ends])
+        else:
+            logit_rows = (row_starts[1:] - 1)[wanted]
         return StepArrays(
             positions, row_starts, tuple(slots), tuple(blocks), logit_rows, tokens=ready.tokens, hidden=ready.hidden
         )

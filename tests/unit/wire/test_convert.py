@@ -60,7 +60,10 @@ def plans(draw: st.DrawFn, num_groups: int) -> StepPlan:
     seqs = draw(st.lists(U64, min_size=1, max_size=4, unique=True))
     slices = tuple(draw(seq_slices(step, num_groups, seq)) for seq in seqs)
     copies = st.builds(BlockCopy, U32, U32.map(BlockId), U32.map(BlockId))
-    return StepPlan(Epoch(draw(U64)), StepId(step), slices, tuple(draw(st.lists(copies, max_size=3))))
+    num_scored: tuple[int, ...] = ()
+    if draw(st.booleans()):
+        num_scored = tuple(draw(st.integers(0, piece.num_tokens - piece.want_logits)) for piece in slices)
+    return StepPlan(Epoch(draw(U64)), StepId(step), slices, tuple(draw(st.lists(copies, max_size=3))), num_scored)
 
 
 @st.composite
@@ -78,7 +81,8 @@ def sampled_tokens(draw: st.DrawFn, with_logprobs: bool) -> SampledToken:
 @st.composite
 def answers(draw: st.DrawFn) -> StepDone:
     tokens = draw(st.lists(sampled_tokens(draw(st.booleans())), max_size=4))
-    return StepDone(Epoch(draw(U64)), StepId(draw(U64)), tuple(tokens), draw(st.booleans()))
+    scores = tuple(draw(st.lists(FLOAT32, max_size=3)))
+    return StepDone(Epoch(draw(U64)), StepId(draw(U64)), tuple(tokens), draw(st.booleans()), scores)
 
 
 SAMPLING = st.builds(
@@ -152,6 +156,7 @@ PLAN = StepPlan(
         SeqSlice(SeqId(2), 17, 1, FromSample(StepId(4), 0), ((),), True),
     ),
     (BlockCopy(0, BlockId(1), BlockId(2)),),
+    (2, 0),
 )
 REPEATED = [field.name for field in pb.StepPlan.DESCRIPTOR.fields if field.is_repeated]
 
@@ -186,6 +191,8 @@ def test_plan_for_another_number_of_cache_groups(num_groups: int) -> None:
         (lambda m: m.from_step.__setitem__(1, 6), "refers to step 5"),
         (lambda m: m.from_step.__setitem__(1, 2**64 - 1), "refers to step"),
         (lambda m: setattr(m, "step", 4 + 1 + MAX_RUN_AHEAD), "refers to step 4"),
+        (lambda m: m.num_scored.__setitem__(0, 3), "3 scored rows in 2 tokens"),
+        (lambda m: m.num_scored.__setitem__(1, 1), "1 scored rows in 1 tokens"),  # the one row is sampled
         (lambda m: m.Clear(), "columns|no slices"),
     ],
 )
@@ -207,7 +214,11 @@ DONE = StepDone(
 )
 
 
-@pytest.mark.parametrize("name", [field.name for field in pb.StepDone.DESCRIPTOR.fields if field.is_repeated])
+# `scores` is no column of the tokens: it has the plan's number of scored rows.
+DONE_COLUMNS = [f.name for f in pb.StepDone.DESCRIPTOR.fields if f.is_repeated and f.name != "scores"]
+
+
+@pytest.mark.parametrize("name", DONE_COLUMNS)
 @pytest.mark.parametrize("change", ["shorter", "longer"])
 def test_answer_columns_of_unequal_length(name: str, change: str) -> None:
     message = done_to_message(DONE)
