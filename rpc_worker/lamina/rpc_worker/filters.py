@@ -58,13 +58,6 @@ def logprob(raw: Logits, token: int) -> float:
         return float(shifted[token] - np.log(np.exp(shifted).sum(dtype=np.float64)))
 
 
-def logprob(raw: Logits, token: int) -> float:
-    """Natural log-probability of `token` under softmax of the logits; NaN where they are not finite."""
-    with np.errstate(invalid="ignore"):
-        shifted = raw - raw.max()
-        return float(shifted[token] - np.log(np.exp(shifted).sum(dtype=np.float64)))
-
-
 def logprobs(raw: Logits, token: int, num_top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
     """Log-probability of `token`, and of the `num_top` most likely, under softmax of the raw logits."""
     values = raw.astype(np.float64)
