@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lamina.kernels import ops
-from lamina.kernels.backend import Capabilities, GraphError, Unsupported
+from lamina.kernels.backend import Capabilities, GraphError, GraphMode, Unsupported
 from lamina.kernels.buffer import DType, Extent, StepLimits, StepShape
 from lamina.kernels.cuda.attention_plan import choose_splits
 from lamina.kernels.cuda.backend import CudaBackend
@@ -12,7 +12,6 @@ from lamina.kernels.cuda.device import KernelCall, ProductCall
 from lamina.kernels.cuda.graph import bucket_of
 from lamina.kernels.cuda.kv_pages import key_order, value_order
 from lamina.kernels.cuda.linear_plan import choose_warps, fits
-from lamina.kernels.cuda.policy import GraphMode
 from lamina.spec.quant import GgmlType
 from support import op_oracle
 from support.backends import BACKENDS, Bench, relative_error
@@ -187,7 +186,7 @@ def test_steps_of_one_bucket_share_a_recording() -> None:
     assert bucket_of(StepShape(5000, 1, 1), 64) is None
     backend = CudaBackend(device=EmulatedDevice(), graphs=GraphMode.OFF)
     assert not backend.capabilities.graphs
-    assert backend.graph_bucket(StepShape(1, 1, 1)) is None
+    assert not backend.graph_decision().enabled
 
 
 def test_a_recording_of_another_bucket_is_refused() -> None:
@@ -273,6 +272,7 @@ def test_capabilities_say_what_runs() -> None:
         pinned_memory=True,
         kv_dtypes=frozenset({DType.F32, DType.F16, DType.BF16}),
         compute_dtype="f32",
+        compute_dtypes=("f32", "f16"),
         kernel="int8 dp4a, cuBLAS f32",
     )
     assert relative_error(np.ones(2), np.ones(2)) == 0.0

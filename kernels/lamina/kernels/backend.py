@@ -11,6 +11,7 @@ A step is recorded once and replayed: `capture(fn)` records the ops `fn` launche
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,8 @@ class Capabilities:
     pinned_memory: bool = False
     batch_invariant: bool = False  # a token's result does not depend on its company
     kv_dtypes: frozenset[DType] = frozenset({DType.F32})
-    compute_dtype: str = "f32"
+    compute_dtype: str = "f32"  # that large matrix products multiply in unless `set_compute` says otherwise
+    compute_dtypes: tuple[str, ...] = ("f32",)  # that they may multiply in, best first
     kernel: str = ""  # which kernel family serves the linears, for the capability table
     num_threads: int = 0  # that compute; 0 where the host's cores have no part in it, or nobody chose how many
 
@@ -55,10 +57,28 @@ class DeviceFacts:
     free_bytes: int
 
 
+class GraphMode(Enum):
+    """The operator's wish, per worker or for the cluster (C-14)."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphDecision:
+    """Whether steps are recorded, and why; `probe`: kept only where a trial proves them equal and faster."""
+
+    enabled: bool
+    reason: str
+    probe: bool = False
+
+
 class Graph(ABC):
     """A recording of ops that can be replayed. Destroyed explicitly."""
 
     num_launches: int
+    num_bytes: int = 0  # on the device, beside the buffers it refers to; 0 where nobody can tell
 
     @abstractmethod
     def destroy(self) -> None:
@@ -165,6 +185,16 @@ class Backend(ABC):
     def _launch(self, op: OpSpec, args: Args) -> None:
         """Run or record one validated op."""
 
+    def set_compute(self, dtype: DType) -> None:
+        """What large matrix products multiply in from now on; recordings keep what they were made with.
+
+        Raises Unsupported unless `capabilities.compute_dtypes` has it.
+        """
+        if dtype.value not in self.capabilities.compute_dtypes:
+            raise Unsupported(
+                f"{self.name} computes in {' or '.join(self.capabilities.compute_dtypes)}, not in {dtype.value}"
+            )
+
     @abstractmethod
     def set_shape(self, shape: StepShape) -> None:
         """The sizes that ops launched from now on run at."""
@@ -186,6 +216,13 @@ class Backend(ABC):
         """Make the device current for the calling thread (B-04); nothing to do on hosts."""
 
     # -- graphs
+
+    def graph_decision(self, cluster: GraphMode = GraphMode.AUTO) -> GraphDecision:
+        """Whether steps are recorded here; `cluster` counts where the worker's own wish is auto (C-14).
+
+        A tape of the host is no variable to remove: always, unless a backend says otherwise.
+        """
+        return GraphDecision(True, "steps are tapes of the host")
 
     @abstractmethod
     def capture(self, fn: Callable[[], None], shape: StepShape) -> Graph:

@@ -2,23 +2,25 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.kernels.backend import Backend
+from lamina.kernels.backend import Backend, GraphMode
 from lamina.kernels.buffer import DType, StepLimits
 from lamina.rpc_worker.arena import Arena
 from lamina.rpc_worker.grammar import GrammarCompiler
 from lamina.rpc_worker.graph_cache import GraphCache
 from lamina.rpc_worker.kv_pool import KvPool, SequenceTables
 from lamina.rpc_worker.loader import StageLoader, TensorReader
+from lamina.rpc_worker.numerics import Precision
 from lamina.rpc_worker.sampler import Sampler
 from lamina.rpc_worker.stage_model import StageModel, StepArrays
 from lamina.rpc_worker.step_queue import ReadyStep
 from lamina.rpc_worker.weights import StageWeights
 from lamina.spec.checkpoint import TensorIndex
+from lamina.spec.device import GraphCounts
 from lamina.spec.errors import CapacityExceeded, Unavailable
 from lamina.spec.ids import SeqId
 from lamina.spec.memory import arena_layout, stage_weight_bytes_on
@@ -57,6 +59,8 @@ class StageFacts:
     num_steps: int = 0
     busy_s: float = 0.0
     num_sequences: int = 0
+    graphs: GraphCounts = field(default_factory=GraphCounts)
+    compute_dtype: str = ""
 
 
 class Stage:
@@ -72,12 +76,16 @@ class Stage:
         layers: LayerRange,
         settings: StageSettings,
         grammars: GrammarCompiler | None = None,
+        compute: str = "auto",
     ) -> None:
+        """`compute` is the worker's wish for the dtype of large products, see `numerics`."""
         self._backend = backend
         self._spec = spec
         self._layers = layers
         self._settings = settings
-        self._graphs = GraphCache(backend)
+        decision = backend.graph_decision(GraphMode(settings.cuda_graphs))
+        self._graphs = GraphCache(backend, decision=decision)
+        self._precision = Precision(backend, spec, layers, compute)
         self._weights = StageWeights(backend)
         self._arena: Arena | None = None
         self._pool: KvPool | None = None
@@ -90,6 +98,7 @@ class Stage:
 
     def load(self, tensors: TensorIndex, progress: Callable[[int], None]) -> None:
         """Read weights, then allocate the arena. Refuses with numbers before reading what cannot fit (B-42)."""
+        self._precision.apply()  # the workspace depends on it
         self._check_fits(tensors)
         with TensorReader(progress) as reader:
             self._weights = StageLoader(self._backend, self._spec, tensors, reader).load(self._layers)
@@ -223,7 +232,7 @@ class Stage:
         self._tables.apply(plan)
         for copy in plan.block_copies:
             self._loaded_pool().copy_block(copy.group, copy.source, copy.target)
-        model.launch(self._arrays(ready))
+        self._precision.launch(model, self._arrays(ready))
 
     def _loaded_model(self) -> StageModel:
         if self._model is None:
@@ -252,6 +261,8 @@ class Stage:
             num_steps=facts.num_steps + num_steps,
             busy_s=facts.busy_s + busy_s,
             num_sequences=len(self._tables),
+            graphs=self._graphs.counts,
+            compute_dtype=self._precision.dtype.value,
         )
 
     def _publish_memory(self) -> None:
@@ -262,6 +273,8 @@ class Stage:
             cache_bytes=self.cache_bytes,
             block_bytes=self.block_bytes(),
             num_sequences=len(self._tables),
+            graphs=self._graphs.counts,
+            compute_dtype=self._precision.dtype.value,
         )
 
     @property

@@ -3,6 +3,7 @@
 Owned by the compute thread. It holds no sequence state: where tokens lie comes with each step's arrays.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from lamina.kernels import ops
 from lamina.kernels.backend import Backend
 from lamina.kernels.buffer import KvCache, StepShape
 from lamina.rpc_worker.arena import Arena
-from lamina.rpc_worker.graph_cache import GraphCache
+from lamina.rpc_worker.graph_cache import GraphCache, Rerun
 from lamina.rpc_worker.rope import rope_magnitude
 from lamina.rpc_worker.weights import LayerWeights, StageWeights
 from lamina.spec.model import LayerRange, LayerSpec, ModelSpec
@@ -65,7 +66,32 @@ class StageModel:
     def launch(self, step: StepArrays) -> None:
         """Run one step; `hidden`, or on the last stage `best` and `logits`, then fetch what it left."""
         self._upload(step)
-        self._graphs.run(self._forward, step.shape)
+        rerun = None
+        if self._graphs.wants_trials:
+            rerun = Rerun(lambda: self._upload(step), lambda: self._outputs(step.shape))
+        self._graphs.run(self._forward, step.shape, rerun)
+
+    def launch_op_by_op(self, step: StepArrays, after_layer: Callable[[int], None] | None = None) -> None:
+        """Run one step without recordings; `after_layer` is told each layer's index when its ops are launched."""
+        self._upload(step)
+        self._backend.set_shape(step.shape)
+        self._forward(after_layer)
+
+    def first_nonfinite_layer(self, step: StepArrays) -> int | None:
+        """The first layer after which a row of the step that came in finite is not; None if there is none."""
+        found: list[int] = []
+        sound = slice(None) if step.hidden is None else np.isfinite(step.hidden).all(axis=1)
+
+        def look(index: int) -> None:
+            if not found and not np.isfinite(self.hidden(step.shape.num_rows)[sound]).all():
+                found.append(index)
+
+        self.launch_op_by_op(step, look)
+        return found[0] if found else None
+
+    def forget_recordings(self) -> None:
+        """Record anew from now on: the backend computes otherwise."""
+        self._graphs.clear()
 
     def hidden(self, num_rows: int) -> NDArray[np.float32]:
         """The hidden state float32 [rows, H] of the step just run."""
@@ -98,13 +124,21 @@ class StageModel:
         if self.is_last and len(step.logit_rows):
             upload(arena["logit_rows"], step.logit_rows)
 
-    def _forward(self) -> None:
+    def _outputs(self, shape: StepShape) -> list[NDArray[np.generic]]:
+        """All that a step leaves for others, for comparison."""
+        if not self.is_last:
+            return [self.hidden(shape.num_rows)]
+        return [self.hidden(shape.num_rows), self.logits(shape.num_logit_rows), self.best(shape.num_logit_rows)]
+
+    def _forward(self, after_layer: Callable[[int], None] | None = None) -> None:
         b, arena = self._backend, self._arena
         if self._weights.embedding is not None and self.is_first:
             ops.embed(b, arena["tokens"], self._weights.embedding, arena["hidden"], self._spec.embedding_scale)
         for layer, weights, cache in zip(self._owned, self._weights.layers, self._caches, strict=True):
             self._attention(layer, weights, cache)
             self._ffn(layer, weights)
+            if after_layer is not None:
+                after_layer(layer.index)
         if self._weights.head is not None and self._weights.output_norm is not None:
             ops.gather_rows(b, arena["hidden"], arena["logit_rows"], arena["logit_hidden"])
             ops.rms_norm(

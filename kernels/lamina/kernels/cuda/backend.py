@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.kernels.backend import Capabilities, DeviceFacts, Event, Graph, GraphError
+from lamina.kernels.backend import Capabilities, DeviceFacts, Event, Graph, GraphDecision, GraphError, GraphMode
 from lamina.kernels.buffer import Buffer, DType, Extent, HostTensor, KvCache, StepLimits, StepShape, Weight
 from lamina.kernels.cuda import kv_pages
 from lamina.kernels.cuda.device import Call, Device, KernelCall, Span
@@ -18,7 +18,7 @@ from lamina.kernels.cuda.dispatch import OpPlanner
 from lamina.kernels.cuda.formats import PACKED_FORMATS
 from lamina.kernels.cuda.graph import Bucket, CudaGraph, bucket_capacity, bucket_of, largest_step
 from lamina.kernels.cuda.planner import memory_of
-from lamina.kernels.cuda.policy import GraphMode, graph_policy, kv_dtypes
+from lamina.kernels.cuda.policy import compute_dtypes, graph_policy, kv_dtypes
 from lamina.kernels.cuda.weights import CudaWeight, plan_weight, store_weight
 from lamina.kernels.cuda.workspace import region_sizes
 from lamina.kernels.ledger import LedgerBackend, stacked_rows
@@ -57,17 +57,18 @@ class CudaBackend(LedgerBackend):
     ) -> None:
         super().__init__()
         self.device = device or open_device(index)
-        self.graph_decision = graph_policy(self.device.compute_capability, graphs)
+        self._graphs = graphs
         self._max_memory_bytes = max_memory_bytes
         self._planner = OpPlanner(self.device, compute)
         self._device_shape: StepShape | None = None  # what the device was told last
         self.capabilities = Capabilities(
-            graphs=self.graph_decision.enabled,
+            graphs=self.graph_decision().enabled,
             streams=False,
             events=True,
             pinned_memory=True,
             kv_dtypes=kv_dtypes(),
             compute_dtype=self._planner.compute.value,
+            compute_dtypes=tuple(dtype.value for dtype in compute_dtypes(self.device.compute_capability)),
             kernel=f"int8 {'tensor cores' if self._planner.has_byte_mma else 'dp4a'}, "
             f"cuBLAS {self._planner.compute.value}",
         )
@@ -141,7 +142,7 @@ class CudaBackend(LedgerBackend):
     def alloc_kv(self, num_blocks: int, num_kv_heads: int, key_dim: int, value_dim: int, dtype: DType) -> KvCache:
         num_bytes = num_blocks * self.kv_bytes_per_block(num_kv_heads, key_dim, value_dim, dtype)
         self._reserve(f"a KV cache of {num_blocks} blocks", num_bytes)
-        v_offset = num_blocks * num_kv_heads * kv_pages.page_bytes(dtype, key_dim)
+        v_offset = num_blocks * num_kv_heads * kv_pages.key_page_bytes(dtype, key_dim)
         pages = kv_pages.Pages(self.device.allocate(num_bytes), v_offset)
         self.ledger.add(pages, num_bytes)
         return KvCache(num_blocks, num_kv_heads, key_dim, value_dim, dtype, num_bytes, pages)
@@ -152,14 +153,16 @@ class CudaBackend(LedgerBackend):
 
     def kv_bytes_per_block(self, num_kv_heads: int, key_dim: int, value_dim: int, dtype: DType) -> int:
         """Raises Unsupported like `alloc_kv`."""
-        return num_kv_heads * sum(kv_pages.page_bytes(dtype, dim) for dim in (key_dim, value_dim))
+        return num_kv_heads * (kv_pages.key_page_bytes(dtype, key_dim) + kv_pages.value_page_bytes(dtype, value_dim))
 
     def copy_kv_block(self, cache: KvCache, source: int, target: int) -> None:
         self._require_usable("copy_kv_block", cache)
         self._planner.flush()
         pages = kv_pages.pages_of(cache)
-        for offset, dim in ((0, cache.key_dim), (pages.v_offset, cache.value_dim)):
-            size = cache.num_kv_heads * kv_pages.page_bytes(cache.dtype, dim)
+        key_bytes = kv_pages.key_page_bytes(cache.dtype, cache.key_dim)
+        value_bytes = kv_pages.value_page_bytes(cache.dtype, cache.value_dim)
+        for offset, page_bytes in ((0, key_bytes), (pages.v_offset, value_bytes)):
+            size = cache.num_kv_heads * page_bytes
             spans = [Span(pages.memory, offset + block * size, 1, size, size) for block in (source, target)]
             self.device.copy(spans[0], spans[1])
 
@@ -180,7 +183,9 @@ class CudaBackend(LedgerBackend):
 
     def _region_sizes(self, limits: StepLimits, max_in: int, max_out: int) -> dict[str, int]:
         total = self.device.memory_bytes()[1]
-        return region_sizes(limits, max_in, max_out, total, self.device.num_multiprocessors)
+        may_be_f32 = self._planner.compute is DType.F32 or "bf16" not in self.capabilities.compute_dtypes
+        compute_bytes = 4 if may_be_f32 else 2  # f16 that overflows falls back without an allocation
+        return region_sizes(limits, max_in, max_out, total, self.device.num_multiprocessors, compute_bytes)
 
     def alloc_pinned(self, num_bytes: int) -> NDArray[np.uint8]:
         return self.device.alloc_pinned(num_bytes)
@@ -191,6 +196,12 @@ class CudaBackend(LedgerBackend):
         self._tell(shape)
         self._planner.set_shape(shape, one_row_each=shape.num_rows == shape.num_seqs)
         self._planner.plan(op, args)
+
+    def set_compute(self, dtype: DType) -> None:
+        super().set_compute(dtype)
+        if dtype is not self._planner.compute:
+            self._settle()
+            self._planner.set_compute(dtype)
 
     def set_shape(self, shape: StepShape) -> None:
         if shape != self._shape:
@@ -218,9 +229,12 @@ class CudaBackend(LedgerBackend):
 
     # -- graphs
 
+    def graph_decision(self, cluster: GraphMode = GraphMode.AUTO) -> GraphDecision:
+        return graph_policy(self.device.compute_capability, self._graphs, cluster)
+
     def graph_bucket(self, shape: StepShape) -> Hashable | None:
         """Sizes rounded up, see `graph.bucket_of`; steps of more than 4,096 rows run op by op."""
-        return bucket_of(shape, self._planner.max_byte_rows) if self.capabilities.graphs else None
+        return bucket_of(shape, self._planner.max_byte_rows)
 
     def capture(self, fn: Callable[[], None], shape: StepShape) -> Graph:  # type: ignore[override]
         """Record what `fn` launches as one CUDA graph of this shape's bucket. Raises GraphError, LaunchError (B-09)."""
@@ -233,8 +247,11 @@ class CudaBackend(LedgerBackend):
         bucket = bucket_of(shape, self._planner.max_byte_rows)
         calls = self._plan(launches, bucket, shape)
         self.device.prepare([call.program for call in calls if isinstance(call, KernelCall)])
+        free = self.device.memory_bytes()[0]
         executable = self.device.capture(calls) if calls else None
-        return CudaGraph(self, executable, len(calls), bucket, largest_step(launches))
+        graph = CudaGraph(self, executable, len(calls), bucket, largest_step(launches))
+        graph.num_bytes = max(0, free - self.device.memory_bytes()[0])  # others on the card blur it
+        return graph
 
     def _plan(self, launches: Sequence[tuple[OpSpec, Args]], bucket: Bucket | None, shape: StepShape) -> list[Call]:
         """The calls of a recording, with grids for the largest step of the bucket."""

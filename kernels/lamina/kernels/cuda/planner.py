@@ -70,15 +70,18 @@ class Planner:
 
     def __init__(self, device: Device, compute: DType | None = None) -> None:
         self.device = device
-        self.compute = compute or compute_dtype(device.compute_capability)
+        self.set_compute(compute or compute_dtype(device.compute_capability))
         self.workspace = Workspace(device)
         self.sink: Callable[[Call], None] = device.run
         self.shape = StepShape(0, 0, 0)  # sizes that calls are launched for
         self.exact = True  # whether `shape` is the very step, not the capacity of a recording
         self.one_row_each = False  # whether every sequence has at most a row or so: pure decode
-        self.half_kind = _HALF_KINDS[self.compute]
         self.has_byte_mma = device.compute_capability >= BYTE_MMA
         self.slice_bytes = slice_bytes(device.memory_bytes()[1])
+
+    def set_compute(self, dtype: DType) -> None:
+        """What products by cuBLAS multiply in from now on."""
+        self.compute, self.half_kind = dtype, _HALF_KINDS[dtype]
         self._prepared: _Prepared | None = None
 
     # -- calls

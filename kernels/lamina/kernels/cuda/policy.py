@@ -5,10 +5,8 @@ Knows no torch and touches no device, so every rule is tested without a GPU.
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import Enum
 
-from lamina.kernels.backend import Unsupported
+from lamina.kernels.backend import GraphDecision, GraphMode, Unsupported
 from lamina.kernels.buffer import DType
 
 ComputeCapability = tuple[int, int]
@@ -19,30 +17,14 @@ HALF_MMA: ComputeCapability = (8, 0)
 DEPENDENT_LAUNCH: ComputeCapability = (9, 0)
 
 
-class GraphMode(Enum):
-    """The operator's wish, per worker or for the cluster (C-14)."""
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
-
-
-@dataclass(frozen=True, slots=True)
-class GraphDecision:
-    """Whether to record steps as CUDA graphs, and why; `probe`: only if a trial proves equal and faster."""
-
-    enabled: bool
-    reason: str
-    probe: bool = False
-
-
-def graph_policy(cc: ComputeCapability, mode: GraphMode) -> GraphDecision:
-    """C-13: on from 7.0, a probe on 6.x, off below; `on` and `off` are obeyed."""
+def graph_policy(cc: ComputeCapability, worker: GraphMode, cluster: GraphMode = GraphMode.AUTO) -> GraphDecision:
+    """C-13, C-14: the worker's wish, else the cluster's, else on from 7.0, a probe on 6.x, off below."""
     name = f"compute capability {cc[0]}.{cc[1]}"
+    mode, whose = (cluster, "the coordinator") if worker is GraphMode.AUTO else (worker, "this worker's configuration")
     if mode is GraphMode.OFF:
-        return GraphDecision(False, "switched off by configuration")
+        return GraphDecision(False, f"switched off by {whose}")
     if mode is GraphMode.ON:
-        return GraphDecision(True, f"switched on by configuration ({name})")
+        return GraphDecision(True, f"switched on by {whose} ({name})")
     if cc >= (7, 0):
         return GraphDecision(True, f"{name} supports them")
     if cc[0] == 6:
@@ -50,16 +32,24 @@ def graph_policy(cc: ComputeCapability, mode: GraphMode) -> GraphDecision:
     return GraphDecision(False, f"{name} is below 6.0")
 
 
-def compute_dtype(cc: ComputeCapability) -> DType:
-    """What large matrix products multiply in: bf16 where native, f16 on tensor cores without it, else f32."""
+def compute_dtypes(cc: ComputeCapability) -> tuple[DType, ...]:
+    """What large matrix products can multiply in, best first (A-01).
+
+    bf16 where it is native, f16 on tensor cores without it, and f32 on Pascal, which has f16 at a 64th of its rate.
+    """
     if cc >= HALF_MMA:
-        return DType.BF16
-    return DType.F16 if cc[0] == 7 else DType.F32
+        return (DType.BF16, DType.F32, DType.F16)
+    return (DType.F16, DType.F32) if cc[0] == 7 else (DType.F32, DType.F16)
+
+
+def compute_dtype(cc: ComputeCapability) -> DType:
+    """The first of `compute_dtypes`."""
+    return compute_dtypes(cc)[0]
 
 
 def kv_dtypes() -> frozenset[DType]:
     """KV cache types with kernels, the same on every card."""
-    return frozenset({DType.F32, DType.F16, DType.BF16})
+    return frozenset({DType.F32, DType.F16, DType.BF16, DType.Q8_0})
 
 
 def require_supported(

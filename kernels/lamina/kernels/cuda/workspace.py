@@ -71,9 +71,14 @@ class Workspace:
 
 
 def region_sizes(
-    limits: StepLimits, max_in: int, max_out: int, total_memory_bytes: int, num_multiprocessors: int
+    limits: StepLimits,
+    max_in: int,
+    max_out: int,
+    total_memory_bytes: int,
+    num_multiprocessors: int,
+    compute_bytes: int = 2,
 ) -> dict[str, int]:
-    """Bytes of every region for steps and weights of at most these sizes."""
+    """Bytes of every region for steps and weights of at most these sizes; `compute_bytes` of a value of theirs."""
     padded_in = max(256, -(-max_in // 256) * 256)
     rows = min(limits.max_rows, MAX_BYTE_ROWS)
     sizes = {
@@ -87,8 +92,8 @@ def region_sizes(
         "product": 4 * rows * max_out,
     }
     if limits.max_rows > MAX_BYTE_ROWS:
-        slice_rows = min(max_out, max(16, slice_bytes(total_memory_bytes) // (2 * padded_in)))
+        slice_rows = min(max_out, max(16, slice_bytes(total_memory_bytes) // (compute_bytes * padded_in)))
         sizes["halves"] = 2 * limits.max_rows * max_in
-        sizes["slice"] = 2 * (slice_rows + 16) * padded_in
+        sizes["slice"] = compute_bytes * (slice_rows + 16) * padded_in
         sizes["product"] = max(sizes["product"], 4 * limits.max_rows * (slice_rows + 16))
     return sizes
