@@ -198,10 +198,73 @@ def test_a_recording_of_another_bucket_is_refused() -> None:
         bench.backend.replay(graph, StepShape(5, 5, 0))
 
 
+ODD_HEADS = [Heads(4, 2, 16, 16), Heads(6, 2, 80, 80), Heads(3, 1, 13, 21), Heads(2, 1, 576, 512)]
+
+
+@pytest.mark.parametrize("dtype", [DType.F16, DType.F32], ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("heads", ODD_HEADS, ids=str)
+def test_heads_of_every_size(heads: Heads, dtype: DType) -> None:
+    """Small, odd and large heads in prefill and decode: pages are padded to fragments, nothing else is."""
+    bench = _bench()
+    paged = PagedSequences(bench, heads, [70, 21], dtype)
+    paged.write_all()
+    k, v = bench.backend.read_kv(paged.cache, [int(block) for block in paged.blocks[0]], 70)
+    assert np.array_equal(k, op_oracle.stored(paged.k[0], dtype))
+    assert np.array_equal(v, op_oracle.stored(paged.v[0], dtype))
+    for pieces in ([(0, 30, 70), (1, 20, 21)], [(0, 69, 70), (1, 20, 21)]):
+        q = bench.normal(sum(stop - start for _, start, stop in pieces), heads.num_heads, heads.key_dim)
+        found = paged.attend(q, pieces, scale=0.15)
+        bench.assert_close("attention", found, paged.expected(q, pieces, scale=0.15))
+    plain = dtype is DType.F32 or heads.key_dim > 256
+    assert ("attend_plain" in _functions(bench)) == plain
+
+
+def test_small_heads_feed_the_projection_that_follows() -> None:
+    """Heads that are no whole blocks of 32 are not rounded in passing: the linear prepares its own input."""
+    bench = _bench()
+    heads = Heads(8, 4, 16, 16)
+    paged = PagedSequences(bench, heads, [20], DType.F16)
+    paged.write_all()
+    weight, (matrix,), _ = bench.weight((GgmlType.Q4_0, 32), cols=128)
+    out = bench.output(1, 32)
+    q = bench.normal(1, 8, 16)
+    attended = paged.expected(q, [(0, 19, 20)], scale=0.25).reshape(1, -1)
+    x = bench.output(1, 128)
+    bench.step(1, 1)
+    ops.attention(
+        bench.backend,
+        bench.floats(q.reshape(1, -1)),
+        paged.cache,
+        bench.ints([19]),
+        bench.ints([0, 1], Extent.FIXED),
+        paged.table([0]),
+        x,
+        scale=0.25,
+    )
+    ops.linear(bench.backend, x, weight, out)
+    bench.assert_close("linear", bench.read(out), attended @ op_oracle.decoded(matrix).T)
+
+
+@pytest.mark.parametrize("cc", [(9, 0), (7, 5)], ids=lambda cc: f"{cc[0]}.{cc[1]}")
+def test_q8_caches(cc: tuple[int, int]) -> None:
+    """Codes and scales of unlike heads in splits, chunks and decodes; half the bytes of f16 and a sixteenth more."""
+    bench = _bench(cc)
+    heads = Heads(10, 2, 128, 64)
+    paged = PagedSequences(bench, heads, [700, 33], DType.Q8_0)
+    paged.write_all()
+    sinks = bench.normal(10)
+    for pieces in ([(0, 690, 700), (1, 0, 33)], [(0, 699, 700), (1, 32, 33)]):
+        q = bench.normal(sum(stop - start for _, start, stop in pieces), 10, 128)
+        rules = {"scale": 0.1, "window": 600, "softcap": 20.0, "sinks": sinks}
+        found = paged.attend(q, pieces, **rules)  # type: ignore[arg-type]
+        bench.assert_close("attention", found, paged.expected(q, pieces, **rules))  # type: ignore[arg-type]
+    assert bench.backend.kv_bytes_per_block(2, 128, 64, DType.Q8_0) == 2 * 16 * (128 + 64) * 34 // 32
+
+
 def test_unimplemented_heads_are_refused() -> None:
     """B-16: a head size or cache type without a kernel is an error when the cache is made."""
     backend = CudaBackend(device=EmulatedDevice())
-    for dim, dtype in ((80, DType.F16), (512, DType.F16), (64, DType.Q8_0)):
+    for dim, dtype in ((0, DType.F16), (1088, DType.F16), (80, DType.Q8_0), (64, DType.U8)):
         with pytest.raises(Unsupported, match="cuda"):
             backend.alloc_kv(1, 1, dim, 64, dtype)
 
@@ -270,7 +333,7 @@ def test_capabilities_say_what_runs() -> None:
         graphs=True,
         events=True,
         pinned_memory=True,
-        kv_dtypes=frozenset({DType.F32, DType.F16, DType.BF16}),
+        kv_dtypes=frozenset({DType.F32, DType.F16, DType.BF16, DType.Q8_0}),
         compute_dtype="f32",
         compute_dtypes=("f32", "f16"),
         kernel="int8 dp4a, cuBLAS f32",

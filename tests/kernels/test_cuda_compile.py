@@ -25,13 +25,15 @@ PROGRAMS = (
     program("dense.cu", "linear", ELEMENT=2, COLUMNS=4),
     program("rows.cu", "finish"),
     program("attention_few.cu", "attend_few", KV_TYPE=1, KEY_DIM=64, VALUE_DIM=64),
-    program("attention_many.cu", "attend_many", KV_TYPE=2, KEY_DIM=64, VALUE_DIM=64),
-    program("attention_plain.cu", "attend_plain"),
+    program("attention_few.cu", "attend_few", KV_TYPE=3, KEY_DIM=128, VALUE_DIM=128),
+    program("attention_many.cu", "attend_many", KV_TYPE=2, KEY_DIM=80, VALUE_DIM=80),
+    program("attention_many.cu", "attend_many", KV_TYPE=3, KEY_DIM=64, VALUE_DIM=64),
+    program("attention_plain.cu", "attend_plain", MAX_DIM=512),
 )
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("entry", PROGRAMS, ids=lambda entry: entry.file)
+@pytest.mark.parametrize("entry", PROGRAMS, ids=lambda entry: f"{entry.file}-{dict(entry.defines).get('KV_TYPE', 0)}")
 def test_compiles_for_old_and_new_cards(entry: Program, tmp_path: Path) -> None:
     """C-02: one source for all; no include is needed that a run-time compiler might not find."""
     source = tmp_path / "kernel.cu"

@@ -325,6 +325,14 @@ inline u32 float_to_bf16(float value) {
 inline u32 pack_halves(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
 inline u32 pack_bf16s(float low, float high) { return float_to_bf16(low) | float_to_bf16(high) << 16; }
 
+inline u32 multiply_halves(u32 a, u32 b) {
+    return pack_halves(half_to_float(a & 0xffff) * half_to_float(b & 0xffff), half_to_float(a >> 16) * half_to_float(b >> 16));
+}
+inline uint2 bytes_to_halves(u32 codes) {
+    auto code = [&](int i) { return static_cast<float>(emulator::byte_at(codes, i)); };
+    return {pack_halves(code(0), code(1)), pack_halves(code(2), code(3))};
+}
+
 inline void require_aligned(const void* address, size_t bytes) {
     if (reinterpret_cast<uintptr_t>(address) % bytes) emulator::fail("misaligned vector load");
 }

@@ -1,14 +1,14 @@
 """Attention as calls: which kernel serves which sequences, and over how many blocks the keys are split.
 
-16-bit caches on cards with 16-bit tensor cores: one kernel for sequences with few queries per KV head (decode), one for
-the others (prefill); a step may need both. Everything else: the plain kernel.
+Caches of 16 or 8 bits and heads of up to 256 values on cards with 16-bit tensor cores: one kernel for sequences with
+few queries per KV head (decode), one for the others (prefill); a step may need both. Everything else: the plain kernel.
 """
 
 from dataclasses import dataclass
 
 from lamina.kernels.buffer import Buffer, DType, KvCache
-from lamina.kernels.cuda.kv_pages import KV_TYPES, pages_of
-from lamina.kernels.cuda.planner import Planner, Rows, address_of, ceil_div
+from lamina.kernels.cuda.kv_pages import KV_TYPES, key_page_bytes, pages_of, value_page_bytes, value_width
+from lamina.kernels.cuda.planner import NO_TARGET, Planner, Rows, address_of, ceil_div
 from lamina.kernels.cuda.policy import HALF_MMA
 from lamina.kernels.cuda.programs import program
 from lamina.kernels.cuda.workspace import MAX_SPLITS, max_attention_parts
@@ -16,6 +16,7 @@ from lamina.kernels.cuda.workspace import MAX_SPLITS, max_attention_parts
 TILE_QUERIES = 16
 MANY_WARPS, STAGE_PAGES, STAGES = 8, 2, 2  # as in attention_many.cu
 PLAIN_WARPS = 4
+LARGEST_TILE_DIM = 256  # beyond, a warp's registers do not hold its queries and outputs
 _ALL = 1 << 30
 
 
@@ -44,14 +45,17 @@ def plan_attention(planner: Planner, args: AttentionArgs) -> None:
     """See the module docstring."""
     rows = planner.rows_of(args.out)
     planner.wrote(args.out)
-    if args.cache.dtype is DType.F32 or planner.device.compute_capability < HALF_MMA:
+    largest = max(args.cache.key_dim, args.cache.value_dim)
+    has_tiles = planner.device.compute_capability >= HALF_MMA and largest <= LARGEST_TILE_DIM
+    if args.cache.dtype is DType.F32 or not has_tiles:
         _plan_plain(planner, args, rows)
         return
     shape, group = planner.shape, args.group
     few_queries = ceil_div(group, TILE_QUERIES) * TILE_QUERIES
     has_many = not planner.one_row_each and rows.capacity * group > few_queries
     has_few = not has_many or shape.num_seqs > 1
-    target = planner.offer(args.out, rows, halves_only=has_many)
+    whole_blocks = args.cache.value_dim % 32 == 0
+    target = planner.offer(args.out, rows, halves_only=has_many) if whole_blocks else NO_TARGET
     if has_few:
         _plan_few(planner, args, few_queries, few_queries if has_many else _ALL, target)
     if has_many:
@@ -60,7 +64,7 @@ def plan_attention(planner: Planner, args: AttentionArgs) -> None:
 
 def few_warps(value_dim: int) -> int:
     """Warps of an `attend_few` block: as many as have room for their partial results in shared memory."""
-    return 8 if value_dim <= 128 else 4
+    return 8 if value_width(value_dim) <= 128 else 4
 
 
 def choose_splits(num_units: int, num_multiprocessors: int) -> int:
@@ -109,7 +113,7 @@ def _plan_few(
     tiles = args.cache.num_kv_heads * queries_of_row // TILE_QUERIES
     units = tiles * planner.shape.num_seqs
     splits = choose_splits(units, planner.device.num_multiprocessors)
-    part_bytes = 4 * (TILE_QUERIES * args.cache.value_dim + 2 * TILE_QUERIES)
+    part_bytes = 4 * (TILE_QUERIES * value_width(args.cache.value_dim) + 2 * TILE_QUERIES)
     partial = tickets = 0
     if splits > 1:
         partial = planner.workspace.region("partial", units * splits * part_bytes).address
@@ -127,7 +131,8 @@ def _plan_few(
 def _plan_many(planner: Planner, args: AttentionArgs, rows: Rows, few_queries: int, target: tuple[int, ...]) -> None:
     cache = args.cache
     tiles = ceil_div(rows.capacity * args.group, TILE_QUERIES * MANY_WARPS) + planner.shape.num_seqs - 1
-    shared_bytes = STAGES * STAGE_PAGES * 2 * 16 * (cache.key_dim + cache.value_dim)
+    page_bytes = key_page_bytes(cache.dtype, cache.key_dim) + value_page_bytes(cache.dtype, cache.value_dim)
+    shared_bytes = STAGES * STAGE_PAGES * page_bytes
     entry = program("attention_many.cu", "attend_many", **_defines(cache))
     problem = _problem(planner, args, 1, few_queries, 0, 0)
     grid = (tiles, cache.num_kv_heads, 1)
@@ -139,4 +144,5 @@ def _plan_plain(planner: Planner, args: AttentionArgs, rows: Rows) -> None:
     grid = (rows.capacity, args.q.num_columns // cache.key_dim, 1)
     problem = _problem(planner, args, 1, 0, 0, 0)
     sizes = (KV_TYPES[cache.dtype], cache.key_dim, cache.value_dim, rows.count_address)
-    planner.call(program("attention_plain.cu", "attend_plain"), grid, 32 * PLAIN_WARPS, *problem, *sizes)
+    most = ceil_div(max(cache.key_dim, cache.value_dim), LARGEST_TILE_DIM) * LARGEST_TILE_DIM
+    planner.call(program("attention_plain.cu", "attend_plain", MAX_DIM=most), grid, 32 * PLAIN_WARPS, *problem, *sizes)

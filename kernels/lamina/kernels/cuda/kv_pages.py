@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from lamina.kernels.backend import Unsupported
 from lamina.kernels.buffer import BLOCK_TOKENS, DType, KvCache
 from lamina.kernels.cuda.device import Device, Memory, Span
-from lamina.kernels.quant.kv_bytes import kv_row_bytes
+from lamina.kernels.quant.kv_bytes import Q8_BLOCK_VALUES, kv_row_bytes
 
-KV_TYPES = {DType.F32: 0, DType.F16: 1, DType.BF16: 2}  # KvType of kv.cuh
-MAX_HEAD_DIM = 256
+KV_TYPES = {DType.F32: 0, DType.F16: 1, DType.BF16: 2, DType.Q8_0: 3}  # KvType of kv.cuh
+MAX_HEAD_DIM = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,15 +37,38 @@ def pages_of(cache: KvCache) -> Pages:
     return cache.storage
 
 
-def page_bytes(dtype: DType, dim: int) -> int:
-    """Bytes of 16 tokens of one head. Raises Unsupported for a dtype or head size without a kernel (B-16)."""
+def key_width(dim: int) -> int:
+    """Values that a K page keeps of a token: whole fragments."""
+    return -(-dim // 32) * 32
+
+
+def value_width(dim: int) -> int:
+    """The same of a V page."""
+    return -(-dim // 16) * 16
+
+
+def page_bytes(dtype: DType, dim: int, width: int) -> int:
+    """Bytes of 16 tokens of one head of `dim` values, kept as `width`.
+
+    Raises Unsupported for a dtype or head size without a kernel (B-16).
+    """
     if dtype not in KV_TYPES:
         raise Unsupported(f"cuda has no {dtype.value} KV cache; it has {', '.join(kind.value for kind in KV_TYPES)}")
-    if dim % 32 or not 0 < dim <= MAX_HEAD_DIM:
-        raise Unsupported(
-            f"cuda attention has no kernel for heads of {dim} values; multiples of 32 up to {MAX_HEAD_DIM}"
-        )
-    return BLOCK_TOKENS * kv_row_bytes(dtype, dim)
+    if not 0 < dim <= MAX_HEAD_DIM:
+        raise Unsupported(f"cuda attention has no kernel for heads of {dim} values; 1 to {MAX_HEAD_DIM}")
+    if dtype is DType.Q8_0 and dim % Q8_BLOCK_VALUES:
+        raise Unsupported(f"cuda keeps {dtype.value} in blocks of {Q8_BLOCK_VALUES} values, heads have {dim}")
+    return BLOCK_TOKENS * kv_row_bytes(dtype, width)
+
+
+def key_page_bytes(dtype: DType, dim: int) -> int:
+    """`page_bytes` of keys."""
+    return page_bytes(dtype, dim, key_width(dim))
+
+
+def value_page_bytes(dtype: DType, dim: int) -> int:
+    """`page_bytes` of values."""
+    return page_bytes(dtype, dim, value_width(dim))
 
 
 def key_order(dim: int) -> NDArray[np.int64]:
@@ -65,32 +88,37 @@ def read_pages(
     device: Device, cache: KvCache, blocks: Sequence[int], num_tokens: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """K and V of a block list in token order, as float32."""
-    pages = pages_of(cache)
-    k = _read(device, pages.memory, 0, cache, cache.key_dim, key_order(cache.key_dim), blocks)
-    v = _read(device, pages.memory, pages.v_offset, cache, cache.value_dim, value_order(cache.value_dim), blocks)
+    pages, dtype = pages_of(cache), cache.dtype
+    key_bytes, value_bytes = key_page_bytes(dtype, cache.key_dim), value_page_bytes(dtype, cache.value_dim)
+    k = _read(device, Span(pages.memory, 0, 1, key_bytes, 0), cache, key_order(cache.key_dim), blocks)
+    v = _read(
+        device, Span(pages.memory, pages.v_offset, 1, value_bytes, 0), cache, value_order(cache.value_dim), blocks
+    )
     return k[:num_tokens], v[:num_tokens]
 
 
 def _read(
-    device: Device,
-    memory: Memory,
-    offset: int,
-    cache: KvCache,
-    dim: int,
-    order: NDArray[np.int64],
-    blocks: Sequence[int],
+    device: Device, first_page: Span, cache: KvCache, order: NDArray[np.int64], blocks: Sequence[int]
 ) -> NDArray[np.float32]:
-    block_bytes = cache.num_kv_heads * page_bytes(cache.dtype, dim)
-    tokens = np.empty((len(blocks) * BLOCK_TOKENS, cache.num_kv_heads, dim), np.float32)
+    """[16 * blocks, kv heads, dim] of pages that follow each other from `first_page` on."""
+    block_bytes = cache.num_kv_heads * first_page.row_bytes
+    tokens = np.empty((len(blocks) * BLOCK_TOKENS, cache.num_kv_heads, order.shape[1]), np.float32)
     for i, block in enumerate(blocks):
-        raw = device.download(Span(memory, offset + block * block_bytes, 1, block_bytes, block_bytes))
-        pages = _widened(raw, cache.dtype).reshape(cache.num_kv_heads, -1)
-        tokens[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS] = pages[:, order].transpose(1, 0, 2)
+        span = Span(first_page.memory, first_page.offset + block * block_bytes, 1, block_bytes, block_bytes)
+        pages = np.ascontiguousarray(device.download(span)).reshape(cache.num_kv_heads, -1)
+        values = _decoded(pages, cache.dtype, order)
+        tokens[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS] = values.transpose(1, 0, 2)
     return tokens
 
 
-def _widened(raw: NDArray[np.uint8], dtype: DType) -> NDArray[np.float32]:
-    elements = np.ascontiguousarray(raw).view(dtype.host_dtype)
+def _decoded(pages: NDArray[np.uint8], dtype: DType, order: NDArray[np.int64]) -> NDArray[np.float32]:
+    """[heads, page bytes] -> [heads, 16, dim]."""
+    if dtype is DType.Q8_0:
+        num_codes = order.size  # whole blocks: heads are as wide as their pages
+        scales = pages[:, num_codes:].view(np.float16).reshape(len(pages), -1, BLOCK_TOKENS).astype(np.float32)
+        codes = pages[:, :num_codes].view(np.int8)[:, order].astype(np.float32)
+        return codes * scales.transpose(0, 2, 1).repeat(Q8_BLOCK_VALUES, axis=2)
+    elements = pages.view(dtype.host_dtype)[:, order]
     if dtype is DType.BF16:
         return (elements.astype(np.uint32) << 16).view(np.float32)
     return elements.astype(np.float32)

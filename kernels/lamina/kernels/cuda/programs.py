@@ -35,6 +35,7 @@ SIGNATURES: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("rows.cu", "rms_norm"): (*"PiPPiifP", _ACTIVATIONS),
     ("rows.cu", "rms_norm_groups"): (*"PiPPiiifP",),
     ("rows.cu", "rope_and_store"): (_HEADS, _HEADS, _HEADS, "PPiif", "PPPiii", "i", "P"),
+    ("rows.cu", "store_q8"): (_HEADS, _HEADS, "PPPiii", "i", "P"),
     ("rows.cu", "finish"): (*"PiPPiiiiP", _ACTIVATIONS),
     ("rows.cu", "add"): (*"PiPiPiiP",),
     ("rows.cu", "softcap"): (*"PiifP",),

@@ -10,6 +10,7 @@ from lamina.kernels.cuda.kv_pages import KV_TYPES, pages_of
 from lamina.kernels.cuda.planner import BLOCK, Planner, address_of, ceil_div, memory_of
 from lamina.kernels.cuda.programs import program
 from lamina.kernels.ops import LaunchError
+from lamina.kernels.quant.kv_bytes import Q8_BLOCK_VALUES
 
 _NO_HEADS = (0, 0, 0)
 _NO_ROTATION = (0, 0, 0, 0, 0.0)
@@ -79,6 +80,10 @@ class RotationQueue:
         pages = pages_of(cache)
         store = (address_of(slots), pages.k_address, pages.v_address, cache.num_kv_heads, cache.value_dim)
         args = (*store, KV_TYPES[cache.dtype])
+        if cache.dtype is DType.Q8_0:
+            self.flush()
+            self._store_blocks(k, v, cache, args)
+            return
         keys = [r for r in self._waiting if _same_view(r.x, k) and r.head_dim == cache.key_dim]
         if not keys:
             self.flush()
@@ -89,6 +94,15 @@ class RotationQueue:
         self._waiting.clear()
         q = others[0].heads() if others else _NO_HEADS
         self._launch(k, q, keys[0].heads(), _v_heads(v, cache), keys[0].args(), args, cache.key_dim)
+
+    def _store_blocks(self, k: Buffer, v: Buffer, cache: KvCache, args: tuple[int, ...]) -> None:
+        """A scale concerns 32 values, so rotating and storing are two launches."""
+        rows = self._planner.rows_of(k)
+        k_heads = (address_of(k), k.row_stride, cache.num_kv_heads)
+        blocks = cache.num_kv_heads * (cache.key_dim + cache.value_dim) // Q8_BLOCK_VALUES
+        grid = (rows.capacity, ceil_div(blocks, BLOCK // 32), 1)
+        entry = program("rows.cu", "store_q8")
+        self._planner.call(entry, grid, BLOCK, *k_heads, *_v_heads(v, cache), *args, cache.key_dim, rows.count_address)
 
     def flush(self) -> None:
         """Launch what waits."""

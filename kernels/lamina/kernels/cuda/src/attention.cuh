@@ -33,7 +33,3 @@ DEVICE bool visible(const Attention& p, int key, int position) {
 DEVICE int first_visible(const Attention& p, int position) {
     return p.window > 0 ? max(position - p.window + 1, 0) : 0;
 }
-
-DEVICE const u8* page_at(const void* pages, int block, int num_heads, int head, int page_bytes) {
-    return static_cast<const u8*>(pages) + (static_cast<size_t>(block) * num_heads + head) * page_bytes;
-}

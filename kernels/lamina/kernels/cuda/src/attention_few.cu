@@ -3,34 +3,54 @@
 // The keys are split over blocks and over the warps of a block; the last block of a sequence and head merges them.
 #include "tile.cuh"
 
-constexpr int FEW_WARPS = VALUE_DIM <= 128 ? 8 : 4, MAX_PARTS = 32;
+constexpr int FEW_WARPS = VALUE_WIDTH <= 128 ? 8 : 4, MAX_PARTS = 32;
 // Below this many pages a warp the keys stay with one block: merging through memory costs several pages' time.
 constexpr int UNSPLIT_PAGES = 3;
 
 // Unnormalised outputs of 16 queries over some of the keys, with the largest score and the sum of weights.
 struct Partial {
-    float o[16][VALUE_DIM];
+    float o[16][VALUE_WIDTH];
     float highest[16], total[16];
 };
 
 // Fragments of a page: in registers ahead of their use, or, of large heads, in memory until then.
-constexpr bool HELD = KEY_DIM + VALUE_DIM <= 256;
+constexpr bool HELD = KEY_WIDTH + VALUE_WIDTH <= 256;
 
-template <int COUNT>
-struct Page {
-    const u8* memory;
-    uint4 held[HELD ? COUNT : 1];
+struct Keys {
+    const u8* page;
+    Fragment<KV_TYPE> held[HELD ? 2 * KEY_CHUNKS : 1];
 
-    DEVICE void load(const void* pages, int block, int num_heads, int head, int lane) {
-        memory = page_at(pages, block, num_heads, head, COUNT * 512) + lane * 16;
+    DEVICE void load(const Attention& p, int block, int head, int lane) {
+        page = page_at(p.k, block, p.num_kv_heads, head, KEY_PAGE_BYTES);
         if constexpr (HELD) {
 #pragma unroll
-            for (int i = 0; i < COUNT; i++) held[i] = *reinterpret_cast<const uint4*>(memory + i * 512);
+            for (int i = 0; i < 2 * KEY_CHUNKS; i++) held[i].load_key(page, i / 2, i % 2, lane);
         }
     }
-    DEVICE uint4 fragment(int i) const {
-        if constexpr (HELD) return held[i];
-        return *reinterpret_cast<const uint4*>(memory + i * 512);
+    DEVICE uint4 fragment(int c, int j, int lane) const {
+        if constexpr (HELD) return held[2 * c + j].get();
+        Fragment<KV_TYPE> fragment;
+        fragment.load_key(page, c, j, lane);
+        return fragment.get();
+    }
+};
+
+struct Values {
+    const u8* page;
+    Fragment<KV_TYPE> held[HELD ? VALUE_TILES / 2 : 1];
+
+    DEVICE void load(const Attention& p, int block, int head, int lane) {
+        page = page_at(p.v, block, p.num_kv_heads, head, VALUE_PAGE_BYTES);
+        if constexpr (HELD) {
+#pragma unroll
+            for (int c = 0; c < VALUE_TILES / 2; c++) held[c].load_value(page, c, lane);
+        }
+    }
+    DEVICE uint4 fragment(int c, int lane) const {
+        if constexpr (HELD) return held[c].get();
+        Fragment<KV_TYPE> fragment;
+        fragment.load_value(page, c, lane);
+        return fragment.get();
     }
 };
 
@@ -77,7 +97,7 @@ DEVICE void weigh_partials(const Partial* parts, int count, int queries, float (
 
 // Adds up `count` partials in memory into `sum`, which is shared; loads go out in batches, as memory is far away.
 DEVICE void merge_partials(const Partial* parts, int count, int queries, Partial& sum, float (*factors)[16]) {
-    constexpr int QUADS = VALUE_DIM / 4, BATCH = 16;
+    constexpr int QUADS = VALUE_WIDTH / 4, BATCH = 16;
     weigh_partials(parts, count, queries, factors, sum);
     __syncthreads();
     for (int at = threadIdx.x; at < queries * QUADS; at += blockDim.x) {
@@ -97,7 +117,7 @@ DEVICE void merge_partials(const Partial* parts, int count, int queries, Partial
 
 // Adds up the tiles of the block's first warps, in shared memory, into `to` (shared or global).
 DEVICE void merge_warps(const Partial* scratch, int busy_warps, int queries, Partial& to, float (*factors)[16]) {
-    constexpr int QUADS = VALUE_DIM / 4;
+    constexpr int QUADS = VALUE_WIDTH / 4;
     weigh_partials(scratch, busy_warps, queries, factors, to);
     __syncthreads();
     for (int at = threadIdx.x; at < queries * QUADS; at += blockDim.x) {
@@ -111,7 +131,7 @@ DEVICE void merge_warps(const Partial* scratch, int busy_warps, int queries, Par
 // Divides by the softmax's denominator and stores; hands over to the output projection as well.
 DEVICE void write_output(const Attention& p, const Partial& sum, int first_row, int first_query, int queries, int head,
                          const Activations& to) {
-    constexpr int QUADS = VALUE_DIM / 4;
+    constexpr int QUADS = VALUE_WIDTH / 4;
     const int count = min(16, queries - first_query);
     for (int at = threadIdx.x; at < ceil_div(count * QUADS, 32) * 32; at += blockDim.x) {
         const int local = at / QUADS, quad = at % QUADS, m = first_query + local;
@@ -130,10 +150,11 @@ DEVICE void write_output(const Attention& p, const Partial& sum, int first_row, 
             }
             add_scaled(x, quad_of(sum, at), factor);
             float* out = p.out + static_cast<size_t>(row) * p.out_stride + query_head * VALUE_DIM + 4 * quad;
-            out[0] = x.x;
-            out[1] = x.y;
-            out[2] = x.z;
-            out[3] = x.w;
+            const int left = VALUE_DIM == VALUE_WIDTH ? 4 : VALUE_DIM - 4 * quad;
+            if (left > 0) out[0] = x.x;
+            if (left > 1) out[1] = x.y;
+            if (left > 2) out[2] = x.z;
+            if (left > 3) out[3] = x.w;
         }
         Activations target = to;
         if (!real) target.columns = 0;
@@ -160,23 +181,23 @@ DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* 
     const int busy_warps = min(FEW_WARPS, end - begin);
     if (warp < busy_warps) {
         Tile tile;
-        Page<2 * KEY_CHUNKS> keys;
+        Keys keys;
         int page = begin + warp, block = table[page];
-        keys.load(p.k, block, p.num_kv_heads, head, lane);
+        keys.load(p, block, head, lane);
         tile.load(p, first_row, first_query, queries, head, lane);
         for (; page < end; page += FEW_WARPS) {
-            Page<VALUE_TILES / 2> values;
-            values.load(p.v, block, p.num_kv_heads, head, lane);
+            Values values;
+            values.load(p, block, head, lane);
             float s[2][4], candidate[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
-            tile.score([&](int c, int j) { return keys.fragment(2 * c + j); }, s);
+            tile.score([&](int c, int j) { return keys.fragment(c, j, lane); }, s);
             if (page + FEW_WARPS < end) {  // under way while this page is worked on
                 block = table[page + FEW_WARPS];
-                keys.load(p.k, block, p.num_kv_heads, head, lane);
+                keys.load(p, block, head, lane);
             }
             tile.apply_rules(p, page * PAGE_TOKENS, lane, s);
             Tile::largest(s, candidate);
             tile.raise(candidate);
-            tile.accumulate([&](int c) { return values.fragment(c); }, s, last_key - page * PAGE_TOKENS, lane);
+            tile.accumulate([&](int c) { return values.fragment(c, lane); }, s, last_key - page * PAGE_TOKENS, lane);
         }
         tile.sum_totals();
         store_tile(tile, scratch[warp], lane, count);

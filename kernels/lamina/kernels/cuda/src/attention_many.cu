@@ -24,12 +24,15 @@ DEVICE void fetch_stage(const Attention& p, u8* stage, const int* table, int fir
 DEVICE void add_stage(const Attention& p, Tile& tile, const u8* stage, int first_page, int num_pages, int last_key,
                       int lane) {
     float s[STAGE_PAGES][2][4], candidate[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
-    const u8* mine = stage + lane * 16;
 #pragma unroll
     for (int i = 0; i < STAGE_PAGES; i++) {
         if (i >= num_pages) break;
-        const u8* keys = mine + i * (KEY_PAGE_BYTES + VALUE_PAGE_BYTES);
-        tile.score([&](int c, int j) { return *reinterpret_cast<const uint4*>(keys + (c * 2 + j) * 512); }, s[i]);
+        const u8* keys = stage + i * (KEY_PAGE_BYTES + VALUE_PAGE_BYTES);
+        tile.score([&](int c, int j) {
+            Fragment<KV_TYPE> fragment;
+            fragment.load_key(keys, c, j, lane);
+            return fragment.get();
+        }, s[i]);
         tile.apply_rules(p, (first_page + i) * PAGE_TOKENS, lane, s[i]);
         Tile::largest(s[i], candidate);
     }
@@ -37,9 +40,12 @@ DEVICE void add_stage(const Attention& p, Tile& tile, const u8* stage, int first
 #pragma unroll
     for (int i = 0; i < STAGE_PAGES; i++) {
         if (i >= num_pages) break;
-        const u8* values = mine + i * (KEY_PAGE_BYTES + VALUE_PAGE_BYTES) + KEY_PAGE_BYTES;
-        tile.accumulate([&](int c) { return *reinterpret_cast<const uint4*>(values + c * 512); }, s[i],
-                        last_key - (first_page + i) * PAGE_TOKENS, lane);
+        const u8* values = stage + i * (KEY_PAGE_BYTES + VALUE_PAGE_BYTES) + KEY_PAGE_BYTES;
+        tile.accumulate([&](int c) {
+            Fragment<KV_TYPE> fragment;
+            fragment.load_value(values, c, lane);
+            return fragment.get();
+        }, s[i], last_key - (first_page + i) * PAGE_TOKENS, lane);
     }
 }
 
@@ -64,8 +70,9 @@ DEVICE void write_tile(const Attention& p, Tile& tile, int first_row, int first_
             const float low = tile.o[i][2 * h] * factor, high = tile.o[i][2 * h + 1] * factor;
             const int column = query_head * VALUE_DIM + 8 * i + 2 * t;
             float* at = p.out + static_cast<size_t>(row) * p.out_stride + column;
-            at[0] = low;
-            at[1] = high;
+            const int left = VALUE_DIM - 8 * i - 2 * t;
+            if (VALUE_DIM == VALUE_WIDTH || left > 0) at[0] = low;
+            if (VALUE_DIM == VALUE_WIDTH || left > 1) at[1] = high;
             if (to.kind >= BF16S)
                 *reinterpret_cast<u32*>(to.halves + static_cast<size_t>(row) * to.columns + column) =
                     to.kind == BF16S ? pack_bf16s(low, high) : pack_halves(low, high);

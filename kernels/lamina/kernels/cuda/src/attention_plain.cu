@@ -1,8 +1,9 @@
-// Paged attention without tensor cores: f32 caches, and cards before compute capability 8.0. Dimensions up to MAX_DIM.
+// Paged attention without tensor cores: f32 caches, large heads, and cards before compute capability 8.0. Heads have at
+// most MAX_DIM values, a multiple of 32.
 // One block per query row and head; its four warps share out the pages.
 #include "attention.cuh"
 
-constexpr int WARPS = 4, MAX_DIM = 256, PER_LANE = MAX_DIM / 32;
+constexpr int WARPS = 4, PER_LANE = MAX_DIM / 32;
 
 DEVICE int sequence_of(const Attention& p, int row) {
     for (int seq = 0; seq < *p.num_seqs; seq++)
@@ -12,9 +13,10 @@ DEVICE int sequence_of(const Attention& p, int row) {
 
 // Lane l scores key l % 16 over half of the dimensions; both halves get the sum.
 DEVICE float page_score(const Attention& p, const float* q, const u8* keys, int type, int key_dim, int lane) {
-    const int token = lane % 16, begin = lane / 16 * (key_dim / 2);
+    const int token = lane % 16, middle = key_dim / 2, end = lane < 16 ? middle : key_dim, width = key_width(key_dim);
     float dot = 0.f;
-    for (int d = begin; d < begin + key_dim / 2; d++) dot += q[d] * kv_load(keys, type, key_index(token, d));
+    for (int d = lane < 16 ? 0 : middle; d < end; d++)
+        dot += q[d] * kv_load(keys, type, width, key_index(token, d), token, d);
     return dot + __shfl_xor_sync(FULL_WARP, dot, 16);
 }
 
@@ -31,12 +33,13 @@ attend_plain(const Attention p, int type, int key_dim, int value_dim, const int*
     for (int d = threadIdx.x; d < key_dim; d += blockDim.x)
         q[d] = p.q[static_cast<size_t>(row) * p.q_stride + query_head * key_dim + d];
     __syncthreads();
-    const int position = p.positions[row], element = type == KV_F32 ? 4 : 2;
+    const int position = p.positions[row], width = value_width(value_dim);
+    const int key_bytes = page_bytes(type, key_width(key_dim)), value_bytes = page_bytes(type, width);
     float top = NEGATIVE_INFINITY, total = 0.f, o[PER_LANE] = {};
     for (int page = first_visible(p, position) / PAGE_TOKENS + warp; page <= position / PAGE_TOKENS; page += WARPS) {
         const int block = p.block_table[static_cast<size_t>(seq) * p.table_stride + page];
-        const u8* keys = page_at(p.k, block, p.num_kv_heads, head, key_dim * PAGE_TOKENS * element);
-        const u8* values = page_at(p.v, block, p.num_kv_heads, head, value_dim * PAGE_TOKENS * element);
+        const u8* keys = page_at(p.k, block, p.num_kv_heads, head, key_bytes);
+        const u8* values = page_at(p.v, block, p.num_kv_heads, head, value_bytes);
         float score = score_of(p, page_score(p, q, keys, type, key_dim, lane));
         if (!visible(p, page * PAGE_TOKENS + lane % 16, position)) score = NEGATIVE_INFINITY;
         const float raised = fmaxf(top, warp_max(score));
@@ -49,8 +52,10 @@ attend_plain(const Attention p, int type, int key_dim, int value_dim, const int*
         for (int token = 0; token < min(PAGE_TOKENS, position + 1 - page * PAGE_TOKENS); token++) {
             const float w = __shfl_sync(FULL_WARP, weight, token);
 #pragma unroll
-            for (int i = 0; i < PER_LANE; i++)
-                if (lane + 32 * i < value_dim) o[i] += w * kv_load(values, type, value_index(token, lane + 32 * i));
+            for (int i = 0; i < PER_LANE; i++) {
+                const int d = lane + 32 * i;
+                if (d < value_dim) o[i] += w * kv_load(values, type, width, value_index(token, d), token, d);
+            }
         }
     }
 #pragma unroll

@@ -55,6 +55,22 @@ DEVICE u32 pack_bf16s(float low, float high) {
 #endif
 }
 
+DEVICE u32 multiply_halves(u32 a, u32 b) {
+    u32 product;
+    asm("mul.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+// Four int8 as four f16, exactly: an offset byte in the fraction of 1024 is 1024 + byte.
+DEVICE uint2 bytes_to_halves(u32 codes) {
+    const u32 offset = codes ^ 0x80808080u;
+    const u32 low = __byte_perm(offset, 0x64646464u, 0x4140), high = __byte_perm(offset, 0x64646464u, 0x4342);
+    uint2 halves;
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(halves.x) : "r"(low), "r"(0x64806480u));
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(halves.y) : "r"(high), "r"(0x64806480u));
+    return halves;
+}
+
 // 2^x; absolute error of the hardware's approximation is far below that of 16-bit probabilities.
 DEVICE float fast_exp2(float x) {
     float value;

@@ -132,9 +132,13 @@ struct Rotation {
 
 struct Cache {
     const int* slots;  // null: nothing is written
-    void* k;
-    void* v;
+    u8* k;
+    u8* v;
     int num_heads, value_dim, type;
+
+    DEVICE u8* page(u8* pages, int slot, int head, int width) const {
+        return pages + (static_cast<size_t>(slot / PAGE_TOKENS) * num_heads + head) * page_bytes(type, width);
+    }
 };
 
 // Pair `pair` of a head's elements turns by its angle if it is one of the first num_pairs, else it passes. A key goes
@@ -158,9 +162,9 @@ DEVICE void rotate_pair(const Heads& heads, const Rotation& rotation, const Cach
         x[second] = b;
     }
     if (slot < 0) return;
-    const size_t page = (static_cast<size_t>(slot / PAGE_TOKENS) * cache.num_heads + head) * head_dim * PAGE_TOKENS;
-    kv_store(cache.k, cache.type, page + key_index(slot % PAGE_TOKENS, first), a);
-    kv_store(cache.k, cache.type, page + key_index(slot % PAGE_TOKENS, second), b);
+    u8* page = cache.page(cache.k, slot, head, key_width(head_dim));
+    kv_store(page, cache.type, key_index(slot % PAGE_TOKENS, first), a);
+    if (second < head_dim) kv_store(page, cache.type, key_index(slot % PAGE_TOKENS, second), b);
 }
 
 // Rotates the heads of q and k in place and stores k and v, each part optional. Grid (rows, blocks): a thread does one
@@ -186,10 +190,33 @@ rope_and_store(const Heads q, const Heads k, const Heads v, const Rotation rotat
     i -= k.num_heads * pairs;
     if (slot < 0 || i >= v.num_heads * cache.value_dim) return;
     const int head = i / cache.value_dim, d = i % cache.value_dim;
-    const size_t page =
-        (static_cast<size_t>(slot / PAGE_TOKENS) * cache.num_heads + head) * cache.value_dim * PAGE_TOKENS;
-    const float value = v.x[static_cast<size_t>(n) * v.stride + i];
-    kv_store(cache.v, cache.type, page + value_index(slot % PAGE_TOKENS, d), value);
+    u8* page = cache.page(cache.v, slot, head, value_width(cache.value_dim));
+    kv_store(page, cache.type, value_index(slot % PAGE_TOKENS, d), v.x[static_cast<size_t>(n) * v.stride + i]);
+}
+
+// Keys and values into a Q8 cache, a warp a block of 32: scale = max|x| / 127 kept as f16, codes rounded half away from
+// zero with the scale before rounding (as ggml). Heads are whole blocks. Grid (rows, eighths of the row's blocks).
+KERNEL __launch_bounds__(256)
+store_q8(const Heads k, const Heads v, const Cache cache, int key_dim, const int* num_rows) {
+    grid_release_dependents();
+    grid_wait();
+    const int n = blockIdx.x, lane = threadIdx.x % 32, keys = k.num_heads * key_dim / Q8_VALUES;
+    if (n >= *num_rows) return;
+    const int index = blockIdx.y * 8 + threadIdx.x / 32, slot = cache.slots[n];
+    if (slot < 0 || index >= keys + v.num_heads * cache.value_dim / Q8_VALUES) return;
+    const bool is_key = index < keys;
+    const int column = (is_key ? index : index - keys) * Q8_VALUES + lane, dim = is_key ? key_dim : cache.value_dim;
+    const float* row = is_key ? k.x + static_cast<size_t>(n) * k.stride : v.x + static_cast<size_t>(n) * v.stride;
+    const float x = row[column];
+    const float scale = warp_max(fabsf(x)) / 127.f, poison = warp_sum(x * 0.f);
+    const float inverse = scale > 0.f ? 1.f / scale : 0.f;
+    u8* page = cache.page(is_key ? cache.k : cache.v, slot, column / dim, dim);
+    const int token = slot % PAGE_TOKENS, d = column % dim;
+    page[is_key ? key_index(token, d) : value_index(token, d)] = static_cast<u8>(static_cast<int>(roundf(x * inverse)));
+    if (lane != 0) return;
+    // a value that is not finite must show
+    const u32 bits = float_to_half(poison != 0.f ? __uint_as_float(0x7fc00000u) : scale);
+    *reinterpret_cast<u16*>(page + scale_offset(dim, token, d)) = static_cast<u16>(bits);
 }
 
 enum Flags { ACCUMULATE = 1, GATED = 2, GELU = 4 };

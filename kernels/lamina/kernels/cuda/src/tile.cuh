@@ -1,24 +1,66 @@
-// A warp's share of attention on tensor cores, for 16-bit caches: KV_TYPE (1 f16, 2 bf16), KEY_DIM, VALUE_DIM
-// (multiples of 32).
+// A warp's share of attention on tensor cores, for caches of 16 or 8 bits: KV_TYPE (1 f16, 2 bf16, 3 q8), KEY_DIM,
+// VALUE_DIM.
 //
 // A warp holds 16 queries (see attention.cuh): Q as A fragments, the scores of a page as D fragments, which are the A
 // fragments of P V as they stand, and the output.
 #include "attention.cuh"
 
-constexpr int KEY_CHUNKS = KEY_DIM / 32, VALUE_TILES = VALUE_DIM / 8;
-constexpr int KEY_PAGE_BYTES = KEY_DIM * PAGE_TOKENS * 2, VALUE_PAGE_BYTES = VALUE_DIM * PAGE_TOKENS * 2;
+constexpr int KEY_WIDTH = key_width(KEY_DIM), VALUE_WIDTH = value_width(VALUE_DIM);
+constexpr int KEY_CHUNKS = KEY_WIDTH / 32, VALUE_TILES = VALUE_WIDTH / 8;
+constexpr int KEY_PAGE_BYTES = page_bytes(KV_TYPE, KEY_WIDTH), VALUE_PAGE_BYTES = page_bytes(KV_TYPE, VALUE_WIDTH);
 
-DEVICE u32 pack(float low, float high) { return KV_TYPE == KV_F16 ? pack_halves(low, high) : pack_bf16s(low, high); }
+DEVICE u32 pack(float low, float high) { return KV_TYPE == KV_BF16 ? pack_bf16s(low, high) : pack_halves(low, high); }
 
 DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    if (KV_TYPE == KV_F16) {
-        mma_halves(d, a, b0, b1);
-    } else {
+    if (KV_TYPE == KV_BF16) {
         mma_bf16s(d, a, b0, b1);
+    } else {
+        mma_halves(d, a, b0, b1);
     }
 }
 
-DEVICE float4 load_four(const float* at) {
+// A lane's share of a B fragment as it lies in a page: eight numbers of 16 bits, or eight codes and their scales.
+template <int TYPE>
+struct Fragment {
+    uint4 numbers;
+
+    DEVICE void load_key(const u8* page, int c, int j, int lane) {
+        numbers = *reinterpret_cast<const uint4*>(page + ((c * 2 + j) * 32 + lane) * 16);
+    }
+    DEVICE void load_value(const u8* page, int c, int lane) {
+        numbers = *reinterpret_cast<const uint4*>(page + (c * 32 + lane) * 16);
+    }
+    DEVICE uint4 get() const { return numbers; }
+};
+
+template <>
+struct Fragment<KV_Q8> {
+    uint2 codes, scales;  // the scales of codes 0, 1 and 4, 5, and of codes 2, 3 and 6, 7
+
+    DEVICE void load_key(const u8* page, int c, int j, int lane) {
+        codes = *reinterpret_cast<const uint2*>(page + ((c * 2 + j) * 32 + lane) * 8);
+        const int g = lane / 4, token = g / 2 * 4 + 2 * j + g % 2;
+        const u32 scale = *reinterpret_cast<const u16*>(page + scale_offset(KEY_WIDTH, token, 32 * c));
+        scales = make_uint2(scale | scale << 16, scale | scale << 16);
+    }
+    DEVICE void load_value(const u8* page, int c, int lane) {
+        codes = *reinterpret_cast<const uint2*>(page + (c * 32 + lane) * 8);
+        scales = *reinterpret_cast<const uint2*>(page + scale_offset(VALUE_WIDTH, lane % 4 * 4, 16 * c));
+    }
+    DEVICE uint4 get() const {
+        const uint2 first = bytes_to_halves(codes.x), second = bytes_to_halves(codes.y);
+        uint4 numbers;
+        numbers.x = multiply_halves(first.x, scales.x);
+        numbers.y = multiply_halves(first.y, scales.y);
+        numbers.z = multiply_halves(second.x, scales.x);
+        numbers.w = multiply_halves(second.y, scales.y);
+        return numbers;
+    }
+};
+
+// Four numbers, of which `left` are there; zeros for the others.
+DEVICE float4 load_four(const float* at, int left) {
+    if (left < 4) return make_float4(left > 0 ? at[0] : 0.f, left > 1 ? at[1] : 0.f, left > 2 ? at[2] : 0.f, 0.f);
     if ((reinterpret_cast<u64>(at) & 15) == 0) return *reinterpret_cast<const float4*>(at);
     return make_float4(at[0], at[1], at[2], at[3]);
 }
@@ -46,7 +88,9 @@ struct Tile {
             for (int c = 0; c < KEY_CHUNKS; c++) {
 #pragma unroll
                 for (int step = 0; step < 2; step++) {
-                    const float4 x = real ? load_four(at + 32 * c + 4 * step) : make_float4(0.f, 0.f, 0.f, 0.f);
+                    const int first = 32 * c + 4 * step;
+                    const int left = KEY_DIM == KEY_WIDTH ? 4 : KEY_DIM - 8 * t - first;
+                    const float4 x = real ? load_four(at + first, left) : make_float4(0.f, 0.f, 0.f, 0.f);
                     q[c][step][h] = pack(x.x, x.y);
                     q[c][step][h + 2] = pack(x.z, x.w);
                 }
