@@ -3,7 +3,7 @@
 import pytest
 
 from lamina.kernels import registry
-from lamina.kernels.backend import Backend, Unsupported
+from lamina.kernels.backend import Backend, GraphMode, Unsupported
 from lamina.kernels.mock import MockBackend
 from lamina.kernels.reference import ReferenceBackend
 from lamina.kernels.registry import Candidate, DeviceRequest, create_backend, select_backend
@@ -52,9 +52,9 @@ def test_the_highest_priority_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
     slow = Candidate("cuda", "slow", 0, lambda _: ReferenceBackend())
     monkeypatch.setattr(registry, "_CANDIDATES", (slow, Candidate("cuda", "fast", 5, build)))
-    selection = select_backend("cuda:3", max_memory_bytes=7)
+    selection = select_backend("cuda:3", max_memory_bytes=7, graphs=GraphMode.OFF)
     assert (selection.implementation, selection.passed_over) == ("fast", ())
-    assert requests == [DeviceRequest(3, None, 7)]
+    assert requests == [DeviceRequest(3, None, 7, GraphMode.OFF)]
 
 
 def test_no_candidate_is_unsupported_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,15 @@ import sys
 
 import pytest
 
+from lamina.kernels.backend import GraphMode
+from lamina.kernels.cuda.backend import CudaBackend
+from lamina.kernels.reference import ReferenceBackend
 from lamina.kernels.registry import create_backend
-from lamina.rpc_worker import cli
+from lamina.rpc_worker import cli, daemon
 from lamina.rpc_worker.describe import device_profile
 from lamina.rpc_worker.settings import WorkerSettings
 from lamina.spec.ids import DeviceId, WorkerName
+from support.cuda_emulated import EmulatedDevice
 
 
 def settings_of(monkeypatch: pytest.MonkeyPatch, *options: str) -> WorkerSettings:
@@ -80,3 +84,52 @@ def test_a_remote_coordinator_needs_an_address_that_it_can_reach(
 )
 def test_joins_that_can_work(monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]) -> None:
     assert settings_of(monkeypatch, *options).join is not None
+
+
+@pytest.mark.parametrize(
+    ("variable", "options", "wanted"),
+    [
+        (None, (), "auto"),
+        ("off", (), "off"),
+        ("off", ("--cuda-graphs", "ON"), "on"),
+    ],
+)
+def test_the_wish_for_graphs(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, options: tuple[str, ...], wanted: str
+) -> None:
+    """C-14: a flag beats the environment, which beats the default."""
+    if variable is not None:
+        monkeypatch.setenv("LAMINA_CUDA_GRAPHS", variable)
+    assert settings_of(monkeypatch, *options).cuda_graphs == wanted
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("--cuda-graphs", "is none of auto, on, off"), ("--compute-dtype", "is none of auto, f32, bf16, f16")],
+)
+def test_choices_that_do_not_exist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, said: str
+) -> None:
+    with pytest.raises(SystemExit):
+        settings_of(monkeypatch, option, "maybe")
+    assert f"{option} 'maybe' {said}" in capsys.readouterr().err
+
+
+def test_graphs_are_explained_once_per_card(caplog: pytest.LogCaptureFixture) -> None:
+    """C-13, C-16: a Pascal and an Ada card of one worker each say once what they do and why; the CPU has no choice."""
+    caplog.set_level("INFO")
+    settings = WorkerSettings("a", compute_dtype="f16")
+    for backend in (
+        CudaBackend(device=EmulatedDevice((6, 1))),
+        CudaBackend(device=EmulatedDevice((8, 9))),
+        CudaBackend(device=EmulatedDevice((7, 5)), graphs=GraphMode.OFF),
+        ReferenceBackend(),
+    ):
+        daemon._log_choices(settings, backend)
+    assert caplog.messages == [
+        "emulated GPU: CUDA graphs on trial: compute capability 6.1: kept only if a trial is equal bit for bit and"
+        " faster",
+        "emulated GPU: CUDA graphs on: compute capability 8.9 supports them",
+        "emulated GPU: CUDA graphs off: switched off by this worker's configuration",
+        "reference computes in f32; --compute-dtype f16 does not concern it",
+    ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import cast
 
-from lamina.kernels.backend import Backend, Unsupported
+from lamina.kernels.backend import Backend, GraphMode, Unsupported
 from lamina.spec.errors import InvalidConfig
 
 _log = logging.getLogger(__name__)
@@ -22,6 +22,7 @@ class DeviceRequest:
     index: int
     threads: int | None
     max_memory_bytes: int | None
+    graphs: GraphMode = GraphMode.AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,19 @@ class Selection:
         return "; ".join([chosen, *(f"not {name}: {reason}" for name, reason in self.passed_over)])
 
 
-def select_backend(device: str, *, threads: int | None = None, max_memory_bytes: int | None = None) -> Selection:
+def select_backend(
+    device: str,
+    *,
+    threads: int | None = None,
+    max_memory_bytes: int | None = None,
+    graphs: GraphMode = GraphMode.AUTO,
+) -> Selection:
     """The best implementation for `device`: "cpu", "cuda", "cuda:1", "reference" or "mock".
 
     Raises InvalidConfig for another name, Unsupported with every reason if none can serve here.
     """
     kind, index = _parse(device)
-    request = DeviceRequest(index, threads, max_memory_bytes)
+    request = DeviceRequest(index, threads, max_memory_bytes, graphs)
     passed_over: list[tuple[str, str]] = []
     for candidate in sorted(_CANDIDATES, key=lambda c: -c.priority):
         if candidate.kind != kind:
@@ -70,9 +77,15 @@ def select_backend(device: str, *, threads: int | None = None, max_memory_bytes:
     raise Unsupported(f"device {device} cannot be served here ({reasons})")
 
 
-def create_backend(device: str, *, threads: int | None = None, max_memory_bytes: int | None = None) -> Backend:
+def create_backend(
+    device: str,
+    *,
+    threads: int | None = None,
+    max_memory_bytes: int | None = None,
+    graphs: GraphMode = GraphMode.AUTO,
+) -> Backend:
     """`select_backend`; why a better implementation could not serve is a warning in the log."""
-    selection = select_backend(device, threads=threads, max_memory_bytes=max_memory_bytes)
+    selection = select_backend(device, threads=threads, max_memory_bytes=max_memory_bytes, graphs=graphs)
     if selection.passed_over:
         _log.warning("%s", selection.explain())
     return selection.backend
@@ -93,7 +106,9 @@ def _build_native(request: DeviceRequest) -> Backend:
 
 def _build_cuda(request: DeviceRequest) -> Backend:
     module = import_module("lamina.kernels.cuda.backend")
-    return cast(Backend, module.CudaBackend(request.index, max_memory_bytes=request.max_memory_bytes))
+    return cast(
+        Backend, module.CudaBackend(request.index, max_memory_bytes=request.max_memory_bytes, graphs=request.graphs)
+    )
 
 
 def _build_reference(request: DeviceRequest) -> Backend:

@@ -10,9 +10,11 @@ from typing import Annotated
 import typer
 
 from lamina.rpc_worker.daemon import run_worker
+from lamina.rpc_worker.numerics import COMPUTE_DTYPES
 from lamina.rpc_worker.settings import WorkerSettings, parse_devices
 from lamina.spec.address import parse_address
 from lamina.spec.errors import InvalidConfig, LaminaError
+from lamina.spec.placement import GRAPH_MODES
 from lamina.spec.sizes import parse_size
 from lamina.wire.version import own_version
 
@@ -58,6 +60,20 @@ def worker(
         bool,
         typer.Option("--insecure", help="Listen beyond loopback without TLS or token.", envvar="LAMINA_INSECURE"),
     ] = False,
+    cuda_graphs: Annotated[
+        str,
+        typer.Option(
+            help=f"Replay steps as CUDA graphs: {', '.join(GRAPH_MODES)}; auto decides by card.",
+            envvar="LAMINA_CUDA_GRAPHS",
+        ),
+    ] = "auto",
+    compute_dtype: Annotated[
+        str,
+        typer.Option(
+            help=f"Type of large matrix products: {', '.join(COMPUTE_DTYPES)}; where a device has it.",
+            envvar="LAMINA_COMPUTE_DTYPE",
+        ),
+    ] = "auto",
     log_level: Annotated[
         str, typer.Option(help=f"One of {', '.join(_LOG_LEVELS)}.", envvar="LAMINA_LOG_LEVEL")
     ] = "info",
@@ -77,6 +93,8 @@ def worker(
         model_folders=tuple(models),
         insecure=insecure,
         log_level=_checked_level(log_level),
+        cuda_graphs=cuda_graphs.lower(),
+        compute_dtype=compute_dtype.lower(),
     )
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from lamina.kernels.backend import Backend, GraphMode
 from lamina.kernels.registry import create_backend
 from lamina.rpc_worker.describe import device_profile, device_table
 from lamina.rpc_worker.device_thread import DeviceThread
@@ -117,7 +118,12 @@ async def _until_stopped(stop: asyncio.Event, settings: WorkerSettings) -> None:
 
 
 async def _start_device(name: str, settings: WorkerSettings) -> DeviceThread:
-    backend = create_backend(name, threads=settings.num_threads, max_memory_bytes=settings.max_memory_bytes)
+    backend = create_backend(
+        name,
+        threads=settings.num_threads,
+        max_memory_bytes=settings.max_memory_bytes,
+        graphs=GraphMode(settings.cuda_graphs),
+    )
     device = DeviceThread(backend, f"compute-{name}")
     await device.start()
     return device
@@ -136,6 +142,17 @@ def _bind(server: grpc.aio.Server, listen: Address) -> Address:
     return Address(listen.host, port)
 
 
+def _log_choices(settings: WorkerSettings, backend: Backend) -> None:
+    """Once per device: whether it replays graphs and why (C-13, C-16), and a wish that it cannot follow."""
+    if backend.name == "cuda":
+        decision = backend.graph_decision()
+        state = "on trial" if decision.probe else "on" if decision.enabled else "off"
+        _log.info("%s: CUDA graphs %s: %s", backend.device_facts().name, state, decision.reason)
+    offered, wish = backend.capabilities.compute_dtypes, settings.compute_dtype
+    if wish != "auto" and wish not in offered:
+        _log.warning("%s computes in %s; --compute-dtype %s does not concern it", backend.name, offered[0], wish)
+
+
 def _announce(settings: WorkerSettings, devices: tuple[DeviceThread, ...]) -> None:
     worker = WorkerName(settings.name)
     profiles = [
@@ -143,4 +160,6 @@ def _announce(settings: WorkerSettings, devices: tuple[DeviceThread, ...]) -> No
         for index, device in enumerate(devices)
     ]
     print(device_table(profiles), end="")
+    for device in devices:
+        _log_choices(settings, device.backend)
     print(f"worker {settings.name}, {own_version()}, listening on {settings.listen}", flush=True)

@@ -11,6 +11,7 @@ from lamina.spec.device import DeviceProfile
 from lamina.spec.ids import DeviceId
 from lamina.spec.quant import WEIGHT_TYPES
 from lamina.v1 import worker_pb2 as wpb
+from lamina.wire.profiles import graphs_to_message
 
 
 def device_profile(id_: DeviceId, backend: Backend, facts: DeviceFacts, reclaimable_bytes: int = 0) -> DeviceProfile:
@@ -50,6 +51,8 @@ def stage_message(runtime: StageRuntime, device: int) -> wpb.LoadedStage:
         num_steps=facts.num_steps,
         busy_s=facts.busy_s,
         num_sequences=facts.num_sequences,
+        graphs=graphs_to_message(facts.graphs),
+        compute_dtype=facts.compute_dtype,
     )
 
 

@@ -4,8 +4,10 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lamina.rpc_worker.numerics import COMPUTE_DTYPES
 from lamina.spec.address import Address
 from lamina.spec.errors import InvalidConfig
+from lamina.spec.placement import GRAPH_MODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,8 @@ class WorkerSettings:
     model_folders: tuple[Path, ...] = ()
     insecure: bool = False
     log_level: str = "info"
+    cuda_graphs: str = "auto"
+    compute_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.name):
@@ -42,6 +46,12 @@ class WorkerSettings:
                 raise InvalidConfig(f"--models {folder}: there is no such folder")
         if self.num_threads is not None and self.num_threads < 1:
             raise InvalidConfig(f"--threads must be at least 1, or 0 for all usable cores, got {self.num_threads}")
+        for option, value, choices in (
+            ("--cuda-graphs", self.cuda_graphs, GRAPH_MODES),
+            ("--compute-dtype", self.compute_dtype, COMPUTE_DTYPES),
+        ):
+            if value not in choices:
+                raise InvalidConfig(f"{option} {value!r} is none of {', '.join(choices)}")
 
 
 def parse_devices(texts: tuple[str, ...]) -> tuple[str, ...]:

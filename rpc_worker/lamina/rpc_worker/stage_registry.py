@@ -225,7 +225,8 @@ class StageRegistry:
         grammars = (
             GrammarCompiler(model.file.metadata, str(path), model.spec.vocab_size) if request.key.is_last else None
         )
-        stage = Stage(device.backend, model.spec, request.layers, request.settings, grammars)
+        compute = self._settings.compute_dtype
+        stage = Stage(device.backend, model.spec, request.layers, request.settings, grammars, compute)
         total = stage.total_bytes(model.file.tensors)
         cancelled = False
 

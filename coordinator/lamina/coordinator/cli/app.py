@@ -58,6 +58,7 @@ def run(
     context: options.Context = "",
     kv_dtype: options.KvDtype = "f16",
     wire_dtype: options.WireDtype = "f32",
+    cuda_graphs: options.CudaGraphs = "auto",
     max_rows: options.MaxRows = 512,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the answer.", envvar="LAMINA_QUIET")] = False,
     config: Config = None,
@@ -65,7 +66,9 @@ def run(
     """Answer one prompt with the model split over the workers."""
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     opened = open_model_file(model)
-    settings = _session_settings(opened, workers, split, split_file, context, 1, kv_dtype, wire_dtype, max_rows)
+    settings = _session_settings(
+        opened, workers, split, split_file, context, 1, kv_dtype, wire_dtype, max_rows, cuda_graphs
+    )
     if not settings.workers and split_file is None:
         raise InvalidConfig("no workers: start `rpc-worker` on each machine and name them with --workers host:port,…")
     text = prompt or options.read_prompt()
@@ -116,8 +119,11 @@ def _session_settings(
     kv_dtype: str,
     wire_dtype: str,
     max_rows: int,
+    cuda_graphs: str = "auto",
 ) -> SessionSettings:
-    stage = options.stage_settings(model.spec.context_length, context, parallel, kv_dtype, wire_dtype, max_rows)
+    stage = options.stage_settings(
+        model.spec.context_length, context, parallel, kv_dtype, wire_dtype, max_rows, cuda_graphs
+    )
     return SessionSettings(
         workers=options.parse_workers(workers),
         split=options.split_choice(split, split_file),

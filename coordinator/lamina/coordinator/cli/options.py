@@ -12,7 +12,7 @@ from lamina.coordinator.planner.split_file import parse_split
 from lamina.coordinator.session import SplitChoice
 from lamina.spec.address import Address, parse_address
 from lamina.spec.errors import InvalidConfig, InvalidRequest
-from lamina.spec.placement import KV_DTYPES, WIRE_DTYPES, StageSettings
+from lamina.spec.placement import GRAPH_MODES, KV_DTYPES, WIRE_DTYPES, StageSettings
 from lamina.spec.sizes import parse_size
 
 Model = Annotated[Path, typer.Argument(help="Path of a GGUF file.", show_default=False)]
@@ -34,6 +34,12 @@ KvDtype = Annotated[str, typer.Option(help=f"KV cache type: {', '.join(KV_DTYPES
 WireDtype = Annotated[
     str,
     typer.Option(help=f"Type of activations between stages: {', '.join(WIRE_DTYPES)}.", envvar="LAMINA_WIRE_DTYPE"),
+]
+CudaGraphs = Annotated[
+    str,
+    typer.Option(
+        help=f"CUDA graphs on workers that leave it open: {', '.join(GRAPH_MODES)}.", envvar="LAMINA_CUDA_GRAPHS"
+    ),
 ]
 MaxRows = Annotated[
     int, typer.Option(help="Tokens in one step (the prefill budget).", envvar="LAMINA_MAX_ROWS", min=1, max=65536)
@@ -70,7 +76,13 @@ def split_choice(split: str, split_file: Path | None) -> SplitChoice:
 
 
 def stage_settings(
-    model_context: int, context: str, parallel: int, kv_dtype: str, wire_dtype: str, max_rows: int
+    model_context: int,
+    context: str,
+    parallel: int,
+    kv_dtype: str,
+    wire_dtype: str,
+    max_rows: int,
+    cuda_graphs: str = "auto",
 ) -> StageSettings:
     """Settings of every stage. Raises InvalidConfig, for a context beyond the model's as well."""
     wanted = parse_count(context, "--context") if context else min(DEFAULT_CONTEXT, model_context)
@@ -83,6 +95,7 @@ def stage_settings(
         max_context=wanted,
         kv_dtype=kv_dtype,
         wire_dtype=wire_dtype,
+        cuda_graphs=cuda_graphs.lower(),
     )
 
 

@@ -34,6 +34,7 @@ def serve(
     parallel: options.Parallel = 8,
     kv_dtype: options.KvDtype = "f16",
     wire_dtype: options.WireDtype = "f32",
+    cuda_graphs: options.CudaGraphs = "auto",
     max_rows: options.MaxRows = 512,
     host: Annotated[str, typer.Option(help="Where to listen for HTTP.", envvar="LAMINA_HOST")] = "127.0.0.1",
     port: Annotated[
@@ -88,7 +89,9 @@ def serve(
 
     _start_logging(log_level)
     opened = open_model_file(model)
-    stage = options.stage_settings(opened.spec.context_length, context, parallel, kv_dtype, wire_dtype, max_rows)
+    stage = options.stage_settings(
+        opened.spec.context_length, context, parallel, kv_dtype, wire_dtype, max_rows, cuda_graphs
+    )
     session = SessionSettings(
         workers=options.parse_workers(workers),
         split=options.split_choice(split, split_file),

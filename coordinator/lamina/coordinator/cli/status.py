@@ -36,7 +36,7 @@ def show_devices(client: ServerClient, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(workers, indent=2))
         return
-    table = Table("worker", "address", "up", "device", "name", "free", "total", "kernels", "threads")
+    table = Table("worker", "address", "up", "device", "name", "free", "total", "kernels", "threads", "link", "state")
     for worker in workers:
         for device in worker["devices"]:
             table.add_row(
@@ -49,8 +49,36 @@ def show_devices(client: ServerClient, *, as_json: bool) -> None:
                 f"{device['total_bytes'] / _MIB:.0f} MiB",
                 device["kernel"],
                 str(device["threads"] or "-"),
+                _link(device["health"]),
+                _state(device["health"]),
             )
     Console(width=_WIDTH).print(table)
+
+
+def _link(health: dict[str, float] | None) -> str:
+    """The PCIe link as it is, and what it could be where that is more."""
+    if health is None or not health["pcie_generation"]:
+        return "-"
+    now = f"gen {health['pcie_generation']:.0f} x{health['pcie_width']:.0f}"
+    could_be = f"gen {health['max_pcie_generation']:.0f} x{health['max_pcie_width']:.0f}"
+    return now if now == could_be else f"{now} of {could_be}"
+
+
+def _state(health: dict[str, float] | None) -> str:
+    """Temperature, power, clock."""
+    if health is None:
+        return "-"
+    return f"{health['temperature_c']:.0f} °C, {health['power_w']:.0f} W, {health['clock_mhz']:.0f} MHz"
+
+
+def _graphs(graphs: dict[str, Any]) -> str:
+    """Share of steps that were replays, and why others were not."""
+    num_vetoed = sum(graphs["vetoes"].values())
+    total = graphs["replays"] + num_vetoed
+    if not total:
+        return "-"
+    share = f"{100 * graphs['replays'] / total:.0f} % of steps"
+    return f"{share} ({', '.join(graphs['vetoes'])})" if num_vetoed else share
 
 
 def _state_line(cluster: dict[str, Any]) -> str:
@@ -69,7 +97,7 @@ def _load_line(cluster: dict[str, Any]) -> str:
 def _stage_table(cluster: dict[str, Any]) -> Table:
     rtts = {link["from_stage"]: link["rtt_s"] for link in cluster["links"]}
     is_up = {worker["name"]: worker["up"] for worker in cluster["workers"]}
-    table = Table("stage", "device", "up", "layers", "memory", "steps/s", "busy", "next hop")
+    table = Table("stage", "device", "up", "layers", "memory", "computes in", "steps/s", "busy", "graphs", "next hop")
     for stage in cluster["stages"]:
         num_bytes = stage["weight_bytes"] + stage["cache_bytes"] + stage["arena_bytes"]
         last = stage["first_layer"] + stage["num_layers"] - 1
@@ -80,8 +108,10 @@ def _stage_table(cluster: dict[str, Any]) -> Table:
             "yes" if is_up.get(stage["worker"]) else "no",
             f"{stage['first_layer']}-{last}",
             f"{num_bytes / _MIB:.1f} MiB",
+            stage["compute_dtype"],
             f"{stage['steps_per_s']:.1f}",
             f"{100 * stage['busy_ratio']:.0f} %",
+            _graphs(stage["graphs"]),
             "-" if rtt_s is None else f"{1000 * rtt_s:.2f} ms",
         )
     return table

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from prometheus_client.core import GaugeMetricFamily, Metric, SummaryMetricFamily
 
 from lamina.coordinator.cluster.client import WorkerClient
+from lamina.coordinator.telemetry.device_metrics import graph_metrics, graphs_object, health_metrics, health_object
 from lamina.spec.address import Address
 from lamina.spec.device import LoadedStage, WorkerProfile
 from lamina.spec.errors import LaminaError
@@ -150,6 +151,8 @@ class ClusterWatch:
             rtt.add_metric([str(index)], seconds)
         epoch = self._placement.epoch if self._placement else 0
         yield from (up, layers, memory, steps, bubble, rtt)
+        yield from health_metrics(self._profiles)
+        yield from graph_metrics((look.worker, index, look.stage.graphs) for index, look in self._looks.items())
         yield GaugeMetricFamily("lamina_placement_epoch", "Epoch of the placement.", epoch)
 
     def _take_stages(self, profile: WorkerProfile, elapsed_s: float) -> None:
@@ -185,6 +188,7 @@ class ClusterWatch:
                     "kernel": device.kernel,
                     "compute_dtype": device.compute_dtype,
                     "threads": device.threads,
+                    "health": health_object(device.health),
                 }
                 for device in profile.devices
             ],
@@ -206,6 +210,8 @@ class ClusterWatch:
             "steps_per_s": round(look.steps_per_s, 2),
             "busy_ratio": round(look.busy_ratio, 4),
             "num_sequences": stage.num_sequences,
+            "compute_dtype": stage.compute_dtype,
+            "graphs": graphs_object(stage.graphs),
         }
 
 

@@ -1,0 +1,139 @@
+"""What cards and recorded steps look like in /metrics and in the tables of `coordinator status` and `devices`."""
+
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from lamina.coordinator.cli.client import ServerClient
+from lamina.coordinator.cli.status import show_devices, show_status
+from lamina.coordinator.telemetry.device_metrics import graph_metrics, graphs_object, health_metrics, health_object
+from lamina.spec.device import DeviceHealth, DeviceProfile, GraphCounts, Version, WorkerProfile
+from lamina.spec.ids import DeviceId, WorkerName
+
+HEALTH = DeviceHealth(3, 4, 4, 16, 61.5, 118.25, 1800, 5005, 0.75)
+COUNTS = GraphCounts(3, 970, 1, 2, 7 << 20, {"not faster": 10, "step too large": 20})
+
+
+def _profile(*healths: DeviceHealth | None) -> WorkerProfile:
+    devices = tuple(
+        DeviceProfile(
+            DeviceId(WorkerName("a"), index), "cuda", "card", 8 << 30, 6 << 30, "dp4a", "f32", (), True, 0, {}, health
+        )
+        for index, health in enumerate(healths)
+    )
+    return WorkerProfile(Version("1", 1, 0, b""), WorkerName("a"), "", devices, (), 1.0)
+
+
+def _scraped(metrics: Any) -> dict[str, float]:
+    class Source:
+        def collect(self) -> Any:
+            return metrics
+
+    registry = CollectorRegistry()
+    registry.register(Source())
+    lines = generate_latest(registry).decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+def test_what_a_card_measures_is_scraped_and_nothing_is_made_up() -> None:
+    """C-05: link, temperature, power and clocks by worker and device; a device that measures nothing has no sample."""
+    found = _scraped(health_metrics({"a": _profile(None, HEALTH)}))
+    where = '{device="1",worker="a"}'
+    assert found == {
+        f"lamina_device_temperature_celsius{where}": 61.5,
+        f"lamina_device_power_watts{where}": 118.25,
+        f"lamina_device_clock_mhz{where}": 1800,
+        f"lamina_device_memory_clock_mhz{where}": 5005,
+        f"lamina_device_busy_ratio{where}": 0.75,
+        f"lamina_device_pcie_generation{where}": 3,
+        f"lamina_device_pcie_width{where}": 4,
+    }
+
+
+def test_recorded_steps_are_scraped() -> None:
+    """C-15: captures, replays, evictions, bytes; vetoes by reason."""
+    found = _scraped(graph_metrics([("a", 0, COUNTS), ("b", 1, GraphCounts())]))
+    a = 'stage="0",worker="a"'
+    assert {name: value for name, value in found.items() if a in name} == {
+        f"lamina_graph_captures_total{{{a}}}": 3,
+        f"lamina_graph_replays_total{{{a}}}": 970,
+        f"lamina_graph_evictions_total{{{a}}}": 1,
+        f"lamina_graph_held{{{a}}}": 2,
+        f"lamina_graph_bytes{{{a}}}": 7 << 20,
+        f'lamina_graph_vetoes_total{{reason="not faster",{a}}}': 10,
+        f'lamina_graph_vetoes_total{{reason="step too large",{a}}}': 20,
+    }
+    assert found['lamina_graph_replays_total{stage="1",worker="b"}'] == 0
+
+
+class _Server:
+    """Answers /admin/cluster."""
+
+    def __init__(self, cluster: dict[str, Any]) -> None:
+        self._cluster = cluster
+
+    def get(self, path: str) -> dict[str, Any]:
+        assert path == "/admin/cluster"
+        return self._cluster
+
+
+def _device(health: DeviceHealth | None) -> dict[str, Any]:
+    sizes = {"free_bytes": 6 << 30, "total_bytes": 8 << 30}
+    return {"index": 0, "kind": "cuda", "name": "card", "kernel": "dp4a", "threads": 0, **sizes} | {
+        "health": health_object(health)
+    }
+
+
+@pytest.mark.parametrize(
+    ("health", "said"),
+    [
+        (None, ("-",)),
+        (HEALTH, ("gen 3 x4 of gen 4 x16", "62 °C, 118 W, 1800 MHz")),
+        (DeviceHealth(4, 16, 4, 16, 40.0, 30.0, 210, 405, 0.0), ("gen 4 x16", "40 °C, 30 W, 210 MHz")),
+    ],
+)
+def test_the_table_of_devices(
+    capsys: pytest.CaptureFixture[str], health: DeviceHealth | None, said: tuple[str, ...]
+) -> None:
+    """Where the link could be faster than it is, both are shown."""
+    worker = {"name": "a", "address": "h:1", "up": True, "devices": [_device(health)]}
+    show_devices(cast(ServerClient, _Server({"workers": [worker]})), as_json=False)
+    rows = [[cell.strip() for cell in line.split("│")] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    told = " ".join(" ".join(cells) for cells in zip(*rows, strict=True))
+    assert all(part in told for part in said), told
+
+
+def test_the_table_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    """The dtype in force, the share of replays, and the reasons of the other steps."""
+    stage = {
+        "stage": 0,
+        "worker": "a",
+        "device": "a/0",
+        "first_layer": 0,
+        "num_layers": 4,
+        "weight_bytes": 1 << 20,
+        "cache_bytes": 0,
+        "arena_bytes": 0,
+        "steps_per_s": 1.0,
+        "busy_ratio": 0.5,
+        "compute_dtype": "bf16",
+        "graphs": graphs_object(COUNTS),
+    }
+    cluster = {
+        "model": "m",
+        "state": {"status": "ready"},
+        "tokens_per_s": 0.0,
+        "num_requests_running": 0,
+        "num_requests_waiting": 0,
+        "kv_cache_usage_ratio": 0.0,
+        "workers": [{"name": "a", "up": True}],
+        "idle_workers": [],
+        "links": [],
+        "stages": [stage],
+    }
+    show_status(cast(ServerClient, _Server(cluster)), as_json=False)
+    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "bf16" in told
+    for part in ("97 %", "not faster", "step too large"):
+        assert all(word in told for word in part.split())
