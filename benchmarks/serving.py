@@ -1,12 +1,15 @@
 """Serving: one and two workers of one thread behind the HTTP API, prefix cache, hops, and what the coordinator costs.
 
-Figures: serve.wK.sN (tokens/s of K workers at N streams), scale.w2_over_w1.s8, busy.min.s8 (share of time that the less
-busy of two stages spends inside ops), ttft.{cold_ms,warm_ms,warm_over_cold} (prefix of 1,000 tokens),
+Figures: serve.wK.sN (tokens/s of K workers at N streams), scale.w2_over_w1.s8, scale.bound.s8 (what two stages without
+any gap would reach: time of a step of 8 rows over one of 4 on one worker), busy.min.s8 (share of time that the less
+busy of two stages spends inside ops), cpu.coordinator.s8 (its CPU time per token),
+ttft.{cold_ms,warm_ms,warm_over_cold} (prefix of 1,000 tokens),
 hop.{p50_us,p99_us} (16 KiB, worker to worker, loopback, idle) and hop.busy.{p50_us,p99_us} (beside a stage that
 computes), coordinator.tokens_per_s (mock workers, 64 streams, full HTTP path), loop.us_per_step (64 sequences).
 The load generator is benchmarks/load.py: raw asyncio protocols, a process of its own.
 """
 
+import os
 import re
 import statistics
 import subprocess
@@ -22,6 +25,7 @@ from report import Figure, Report, argument_parser, figure, stop_on_sigterm, tak
 from shapes import MODELS, SMOLLM2, Shape, model_path, write_shape
 
 STREAMS = (1, 4, 8, 16)
+_AT_EIGHT = ("scale.w2_over_w1.s8", "busy.min.s8", "cpu.coordinator.s8")
 _PREFIX_TOKENS = 1000
 _FRAME_BYTES = 16 * 1024
 _MOCK_STREAMS = 64
@@ -38,6 +42,7 @@ class Cluster:
 
     workers: list[Worker]
     host: str  # host:port of the HTTP API
+    pid: int  # of the coordinator
 
     @property
     def addresses(self) -> list[str]:
@@ -68,7 +73,7 @@ def serving(
         log.follow(process.stdout)
         url = log.wait_for(_SERVING, 60)[1]
         log.wait_for(_READY, 120)
-        yield Cluster(workers, url.removeprefix("http://"))
+        yield Cluster(workers, url.removeprefix("http://"), process.pid)
 
 
 def start_child(script: str) -> Contestant:
@@ -79,22 +84,38 @@ def start_child(script: str) -> Contestant:
 def measure_scaling(report: Report, load: Contestant, probe: Contestant, num_rounds: int, *, quick: bool) -> None:
     """One worker and two, in turns, at each number of streams; how busy the two stages are at 8; hops, TTFT."""
     model = model_path("smollm2")
-    with serving(model, 1) as one, serving(model, 2, split=balanced_split(model)) as two:
+    with closing(start_child("split.py")) as splitter:
+        split = str(splitter.ask("balanced", model=str(model), num_stages=2))
+        with serving(model, 2, split=split) as trial:  # bytes are a first guess, time decides
+            times = step_times(load, probe, trial, 8, salt=55)
+        split = str(splitter.ask("timed", split=split, step_s=times))
+    report.facts["split"] = split
+    with serving(model, 1) as one, serving(model, 2, split=split) as two:
+        if report.wants("scale.bound.s8"):
+            few, many = (
+                min(step_times(load, probe, one, streams, salt)[0] for salt in range(60, 63)) for streams in (4, 8)
+            )
+            note = f"steps of 8 and 4 rows: {1000 * many:.1f} and {1000 * few:.1f} ms"
+            report.add(Figure("scale.bound.s8", many / few, "x", rounds=3, note=note))
         for streams in (1, 8) if quick else STREAMS:
             names = [f"serve.w{k}.s{streams}" for k in (1, 2)]
-            if not report.wants(*names, *(["scale.w2_over_w1.s8", "busy.min.s8"] if streams == 8 else [])):
+            if not report.wants(*names, *(_AT_EIGHT if streams == 8 else ())):
                 continue
             num_tokens = 96 if quick else 192
             shares: list[float] = []
+            costs: list[float] = []
 
             def run(cluster: Cluster, round_: int, streams: int = streams, n: int = num_tokens) -> float:
                 answer = load.ask("streams", host=cluster.host, num_streams=streams, num_tokens=n, salt=round_)
                 return float(answer["tokens_per_s"])
 
-            def run_watched(round_: int, run=run, shares: list[float] = shares) -> float:
-                before = probe.ask("busy", workers=two.addresses)
+            def run_watched(
+                round_: int, run=run, streams=streams, num_tokens=num_tokens, shares=shares, costs=costs
+            ) -> float:
+                before, cpu_s = probe.ask("busy", workers=two.addresses), process_cpu_s(two.pid)
                 rate = run(two, round_)
                 after = probe.ask("busy", workers=two.addresses)
+                costs.append(1e6 * (process_cpu_s(two.pid) - cpu_s) / (streams * num_tokens))
                 shares.append(min(busy_shares(before, after)))
                 return float(rate)
 
@@ -107,16 +128,25 @@ def measure_scaling(report: Report, load: Contestant, probe: Contestant, num_rou
                 report.add(
                     figure("busy.min.s8", "share", shares[1:], note="of the whole run, prefill and gaps included")
                 )
+                report.add(figure("cpu.coordinator.s8", "us", costs[1:], note="a token, HTTP included"))
         if report.wants("ttft.cold_ms", "ttft.warm_ms", "ttft.warm_over_cold"):
             measure_ttft(report, load, one, num_rounds)
         if report.wants("hop.p50_us", "hop.p99_us", "hop.busy.p50_us", "hop.busy.p99_us"):
             measure_hops(report, load, probe, one, two, quick=quick)
 
 
-def balanced_split(model: Path) -> str:
-    """Layers of two stages that read about the same bytes for a token, as --split spells them."""
-    with closing(start_child("split.py")) as child:
-        return str(child.ask("balanced", model=str(model), num_stages=2))
+def step_times(load: Contestant, probe: Contestant, cluster: Cluster, num_streams: int, salt: int) -> list[float]:
+    """Seconds that each stage takes for a step while so many streams run."""
+    before = probe.ask("busy", workers=cluster.addresses)
+    load.ask("streams", host=cluster.host, num_streams=num_streams, num_tokens=48, salt=salt)
+    after = probe.ask("busy", workers=cluster.addresses)
+    return [(b["busy_s"] - a["busy_s"]) / (b["num_steps"] - a["num_steps"]) for a, b in zip(before, after, strict=True)]
+
+
+def process_cpu_s(pid: int) -> float:
+    """CPU seconds that a process has used, its ended threads included (Linux)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def busy_shares(before: Sequence[dict[str, float]], after: Sequence[dict[str, float]]) -> list[float]:
@@ -216,7 +246,9 @@ def main() -> None:
 _SCALING = (
     *(f"serve.w{k}.s{n}" for k in (1, 2) for n in STREAMS),
     "scale.w2_over_w1.s8",
+    "scale.bound.s8",
     "busy.min.s8",
+    "cpu.coordinator.s8",
     "ttft.cold_ms",
     "ttft.warm_ms",
     "ttft.warm_over_cold",

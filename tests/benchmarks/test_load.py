@@ -6,7 +6,7 @@ import pytest
 from load import Answer, request_bytes
 from ours import common_rate
 from relay import copy_late
-from split import balanced, balanced_ranges
+from split import balanced, balanced_ranges, timed
 
 from lamina.spec.digest import model_digest
 from lamina.spec.families import model_spec
@@ -22,6 +22,13 @@ def test_rate_counts_only_while_all_streams_run() -> None:
 def test_streams_that_never_meet_have_no_rate() -> None:
     with pytest.raises(RuntimeError, match="did not overlap"):
         common_rate([[1.0, 2.0], [3.0, 4.0]])
+
+
+def test_split_by_measured_time() -> None:
+    """Layers of 0.3 ms and a head of 2.4 ms: (30 layers and the head) / 2 = 5.7 ms = 19 layers."""
+    assert timed("0-21,22-29", [0.3 * 22, 0.3 * 8 + 2.4]) == "0-18,19-29"
+    assert timed("0-14,15-29", [0.3 * 15, 0.3 * 15 + 2.4]) == "0-18,19-29"
+    assert timed("0-14,15-29", [0.3 * 15, 0.3 * 15 + 90.0]) == "0-28,29-29"  # a stage needs a layer
 
 
 def test_request_is_http_with_the_prompt_as_ids() -> None:
