@@ -94,6 +94,7 @@ class EmulatedDevice:
 
     name = "emulated GPU"
     num_multiprocessors = 4
+    uuid = ""
     arrays: ModuleType = np
     _GUARD = 256
 

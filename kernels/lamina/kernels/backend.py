@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from lamina.kernels.buffer import Buffer, DType, Extent, HostTensor, KvCache, StepLimits, StepShape, Weight
 from lamina.kernels.op_checks import validate_args
 from lamina.kernels.ops import Args, OpSpec
+from lamina.spec.device import DeviceHealth
 from lamina.spec.errors import CapacityExceeded, LaminaError
 from lamina.spec.quant import GgmlType, quant_format
 
@@ -104,6 +105,10 @@ class Backend(ABC):
     @abstractmethod
     def device_facts(self) -> DeviceFacts:
         """Name and memory of the device now (free memory is asked of the driver or OS, not remembered)."""
+
+    def health(self) -> DeviceHealth | None:
+        """Link, temperature, power and clocks now; None where nothing measures them. Any thread may ask."""
+        return None
 
     @abstractmethod
     def alloc(self, shape: tuple[int, ...], dtype: DType, extent: Extent = Extent.FIXED) -> Buffer:

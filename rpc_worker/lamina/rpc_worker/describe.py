@@ -7,14 +7,20 @@ from rich.table import Table
 
 from lamina.kernels.backend import Backend, DeviceFacts
 from lamina.rpc_worker.stage_runtime import StageRuntime
-from lamina.spec.device import DeviceProfile
+from lamina.spec.device import DeviceHealth, DeviceProfile
 from lamina.spec.ids import DeviceId
 from lamina.spec.quant import WEIGHT_TYPES
 from lamina.v1 import worker_pb2 as wpb
 from lamina.wire.profiles import graphs_to_message
 
 
-def device_profile(id_: DeviceId, backend: Backend, facts: DeviceFacts, reclaimable_bytes: int = 0) -> DeviceProfile:
+def device_profile(
+    id_: DeviceId,
+    backend: Backend,
+    facts: DeviceFacts,
+    reclaimable_bytes: int = 0,
+    health: DeviceHealth | None = None,
+) -> DeviceProfile:
     """The device, with the memory that `facts` found, and what the next load may evict counted as free."""
     can = backend.capabilities
     return DeviceProfile(
@@ -29,6 +35,7 @@ def device_profile(id_: DeviceId, backend: Backend, facts: DeviceFacts, reclaima
         graphs=can.graphs,
         threads=can.num_threads,
         weight_bits={kind: backend.weight_bits(kind) for kind in sorted(WEIGHT_TYPES)},
+        health=health,
     )
 
 

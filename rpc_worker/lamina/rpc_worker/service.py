@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 
 from lamina.rpc_worker.describe import device_profile, stage_message
 from lamina.rpc_worker.device_thread import DeviceThread
+from lamina.rpc_worker.health import HealthWatch
 from lamina.rpc_worker.settings import WorkerSettings
 from lamina.rpc_worker.stage_registry import LoadRequest, StageRegistry
 from lamina.rpc_worker.stage_runtime import Responses, StageKey, StageRuntime
@@ -44,14 +45,19 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._devices = devices
         self._registry = registry
         self._started = time.monotonic()
+        self._health = HealthWatch([device.backend for device in devices])
 
     async def Describe(self, request: wpb.DescribeRequest, context: Context) -> wpb.DescribeResponse:  # noqa: N802
         """Answers any version, so that a mismatch can be named by the other side."""
-        found = await asyncio.gather(*(device.facts() for device in self._devices))
+        found, healths = await asyncio.gather(
+            asyncio.gather(*(device.facts() for device in self._devices)), self._health.read()
+        )
         worker = WorkerName(self._settings.name)
         profiles = [
-            device_profile(DeviceId(worker, index), device.backend, facts, self._registry.reclaimable_bytes(index))
-            for index, (device, facts) in enumerate(zip(self._devices, found, strict=True))
+            device_profile(
+                DeviceId(worker, index), device.backend, facts, self._registry.reclaimable_bytes(index), health
+            )
+            for index, (device, facts, health) in enumerate(zip(self._devices, found, healths, strict=True))
         ]
         return wpb.DescribeResponse(
             version=version_to_message(own_version()),

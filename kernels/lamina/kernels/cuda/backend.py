@@ -4,19 +4,30 @@ Owns the glue between the Backend contract, the planner (which calls an op becom
 Knows neither torch nor cupy: `open_device` imports them when a card is asked for. One compute thread.
 """
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.kernels.backend import Capabilities, DeviceFacts, Event, Graph, GraphDecision, GraphError, GraphMode
+from lamina.kernels.backend import (
+    Capabilities,
+    DeviceFacts,
+    Event,
+    Graph,
+    GraphDecision,
+    GraphError,
+    GraphMode,
+    Unsupported,
+)
 from lamina.kernels.buffer import Buffer, DType, Extent, HostTensor, KvCache, StepLimits, StepShape, Weight
 from lamina.kernels.cuda import kv_pages
 from lamina.kernels.cuda.device import Call, Device, KernelCall, Span
 from lamina.kernels.cuda.dispatch import OpPlanner
 from lamina.kernels.cuda.formats import PACKED_FORMATS
 from lamina.kernels.cuda.graph import Bucket, CudaGraph, bucket_capacity, bucket_of, largest_step
+from lamina.kernels.cuda.health import CardHealth
 from lamina.kernels.cuda.planner import memory_of
 from lamina.kernels.cuda.policy import compute_dtypes, graph_policy, kv_dtypes
 from lamina.kernels.cuda.weights import CudaWeight, plan_weight, store_weight
@@ -24,7 +35,10 @@ from lamina.kernels.cuda.workspace import region_sizes
 from lamina.kernels.ledger import LedgerBackend, stacked_rows
 from lamina.kernels.ops import Args, LaunchError, OpSpec
 from lamina.kernels.recording import operand_rows
+from lamina.spec.device import DeviceHealth
 from lamina.spec.quant import FLOAT_TYPES, GgmlType, quant_format
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -39,6 +53,16 @@ def open_device(index: int) -> Device:
     from lamina.kernels.cuda.torch_device import TorchDevice
 
     return TorchDevice(index)
+
+
+def _card_health(uuid: str) -> CardHealth | None:
+    if not uuid:
+        return None
+    try:
+        return CardHealth(uuid)
+    except Unsupported as error:
+        _log.info("no figures of link, temperature and power: %s", error)
+        return None
 
 
 class CudaBackend(LedgerBackend):
@@ -58,6 +82,7 @@ class CudaBackend(LedgerBackend):
         super().__init__()
         self.device = device or open_device(index)
         self._graphs = graphs
+        self._health = _card_health(self.device.uuid)
         self._max_memory_bytes = max_memory_bytes
         self._planner = OpPlanner(self.device, compute)
         self._device_shape: StepShape | None = None  # what the device was told last
@@ -74,6 +99,9 @@ class CudaBackend(LedgerBackend):
         )
 
     # -- memory
+
+    def health(self) -> DeviceHealth | None:
+        return None if self._health is None else self._health.read()
 
     def device_facts(self) -> DeviceFacts:
         free, total = self.device.memory_bytes()

@@ -94,6 +94,7 @@ class Device(Protocol):
     name: str
     compute_capability: ComputeCapability
     num_multiprocessors: int
+    uuid: str  # of the card; "" where nobody could look it up
     arrays: ModuleType  # numpy or torch: what `repack` computes with
 
     def memory_bytes(self) -> tuple[int, int]:

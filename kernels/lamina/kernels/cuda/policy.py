@@ -52,6 +52,14 @@ def kv_dtypes() -> frozenset[DType]:
     return frozenset({DType.F32, DType.F16, DType.BF16, DType.Q8_0})
 
 
+def free_bytes(driver_bytes: int, host_available_bytes: int | None) -> int:
+    """Free memory of a card (B-10). `host_available_bytes` is None for a card with memory of its own.
+
+    One that shares the host's memory may have the page cache's as well, which the driver counts as used.
+    """
+    return driver_bytes if host_available_bytes is None else max(driver_bytes, host_available_bytes)
+
+
 def require_supported(
     device: str, cc: ComputeCapability, torch_archs: Iterable[str], nvrtc_version: tuple[int, int]
 ) -> None:

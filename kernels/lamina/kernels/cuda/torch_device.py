@@ -13,6 +13,7 @@ from typing import Any
 
 import cupy
 import numpy as np
+import psutil
 import torch
 from cupy.cuda import nvrtc
 
@@ -20,7 +21,7 @@ from lamina.kernels.backend import Unsupported
 from lamina.kernels.buffer import DType
 from lamina.kernels.cuda.device import Bytes, Call, ExecutableGraph, KernelCall, Matrix, Memory, ProductCall, Span
 from lamina.kernels.cuda.driver import Driver, load_driver
-from lamina.kernels.cuda.policy import DEPENDENT_LAUNCH, require_supported
+from lamina.kernels.cuda.policy import DEPENDENT_LAUNCH, free_bytes, require_supported
 from lamina.kernels.cuda.programs import Program, packing_of, source_text
 from lamina.spec.errors import CapacityExceeded
 
@@ -58,6 +59,8 @@ class TorchDevice:
         self.compute_capability = (int(properties.major), int(properties.minor))
         require_supported(self.name, self.compute_capability, torch.cuda.get_arch_list(), nvrtc.getVersion())
         self.num_multiprocessors = int(properties.multi_processor_count)
+        self.uuid = str(properties.uuid)
+        self._shares_host_memory = bool(properties.is_integrated)
         self._index = index
         self._device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(self._device)
@@ -80,7 +83,8 @@ class TorchDevice:
         """What the driver has free, and what torch holds but does not use."""
         free, total = torch.cuda.mem_get_info(self._index)
         held = torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
-        return free + held, total
+        available = psutil.virtual_memory().available if self._shares_host_memory else None
+        return free_bytes(free, available) + held, total
 
     def allocate(self, num_bytes: int) -> Memory:
         try:
