@@ -69,7 +69,7 @@ def parse_devices(texts: tuple[str, ...]) -> tuple[str, ...]:
                 while next_index in explicit:
                     next_index += 1
                 explicit.add(next_index)
-            name = f"cuda:{match[2] or next_index}"
+            name = f"cuda:{int(match[2]) if match[2] else next_index}"
         if name in devices:
             raise InvalidConfig(f"--device {text!r} is given twice")
         devices.append(name)
