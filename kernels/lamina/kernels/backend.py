@@ -75,6 +75,17 @@ class GraphDecision:
     probe: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """What serves an op on operands of a type (of weight or cache) at so many rows, and why that."""
+
+    op: str
+    operand: str
+    rows: str
+    kernel: str
+    why: str
+
+
 class Graph(ABC):
     """A recording of ops that can be replayed. Destroyed explicitly."""
 
@@ -203,6 +214,13 @@ class Backend(ABC):
     @abstractmethod
     def set_shape(self, shape: StepShape) -> None:
         """The sizes that ops launched from now on run at."""
+
+    def explain(self, weights: Sequence[GgmlType], caches: Sequence[DType]) -> list[KernelChoice]:
+        """Which kernel serves linears on these weight types and attention on these caches."""
+        kernel = self.capabilities.kernel
+        return [
+            KernelChoice("every op", "any", "any", kernel, f"the {self.name} backend has one implementation of each")
+        ]
 
     @abstractmethod
     def supports(self, op: OpSpec) -> bool:

@@ -15,7 +15,15 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from lamina.kernels.backend import Capabilities, DeviceFacts, Graph, GraphError, Unsupported, require_free
+from lamina.kernels.backend import (
+    Capabilities,
+    DeviceFacts,
+    Graph,
+    GraphError,
+    KernelChoice,
+    Unsupported,
+    require_free,
+)
 from lamina.kernels.buffer import Buffer, DType, Extent, HostTensor, KvCache, StepLimits, StepShape, Weight
 from lamina.kernels.cpu import memory
 from lamina.kernels.cpu.descriptors import KvDesc, ReplayReport
@@ -149,6 +157,18 @@ class CpuBackend(LedgerBackend):
         stored = memory.stored_type(self._functions, self._isa, tensor_type)
         num_bytes: int = self._functions.lamina_packed_bytes(self._isa, stored, rows, cols)
         return 8.0 * num_bytes / (rows * cols)
+
+    def explain(self, weights: Sequence[GgmlType], caches: Sequence[DType]) -> list[KernelChoice]:
+        isa = self._isa.name.lower()
+        asked_for = os.environ.get(ISA_VARIABLE)
+        why = f"{ISA_VARIABLE} asks for it" if asked_for else "the best instruction set that works here"
+        found = []
+        for kind in weights:
+            packed = memory.stored_type(self._functions, self._isa, kind) is kind
+            how = "" if packed else f"; no {isa} kernel for this type, decoded to F32 when loaded"
+            found.append(KernelChoice("linear", kind.name, "any", f"{isa} {kind.name if packed else 'F32'}", why + how))
+        found += [KernelChoice("attention", dtype.value, "any", f"{isa} {dtype.value}", why) for dtype in caches]
+        return found
 
     def free_weight(self, weight: Weight) -> None:
         super().free_weight(weight)

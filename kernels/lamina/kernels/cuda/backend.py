@@ -19,12 +19,14 @@ from lamina.kernels.backend import (
     GraphDecision,
     GraphError,
     GraphMode,
+    KernelChoice,
     Unsupported,
 )
 from lamina.kernels.buffer import Buffer, DType, Extent, HostTensor, KvCache, StepLimits, StepShape, Weight
 from lamina.kernels.cuda import kv_pages
 from lamina.kernels.cuda.device import Call, Device, KernelCall, Span
 from lamina.kernels.cuda.dispatch import OpPlanner
+from lamina.kernels.cuda.explain import CardOnPaper
 from lamina.kernels.cuda.formats import PACKED_FORMATS
 from lamina.kernels.cuda.graph import Bucket, CudaGraph, bucket_capacity, bucket_of, largest_step
 from lamina.kernels.cuda.health import CardHealth
@@ -224,6 +226,11 @@ class CudaBackend(LedgerBackend):
         self._tell(shape)
         self._planner.set_shape(shape, one_row_each=shape.num_rows == shape.num_seqs)
         self._planner.plan(op, args)
+
+    def explain(self, weights: Sequence[GgmlType], caches: Sequence[DType]) -> list[KernelChoice]:
+        device = self.device
+        card = CardOnPaper(device.compute_capability, self._planner.compute, device.num_multiprocessors)
+        return card.explain(weights, caches)
 
     def set_compute(self, dtype: DType) -> None:
         super().set_compute(dtype)
