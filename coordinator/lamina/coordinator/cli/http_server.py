@@ -1,5 +1,6 @@
 """uvicorn inside our own loop: our signals, our socket, errors as ours."""
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from lamina.spec.address import Address
 from lamina.spec.errors import InvalidConfig
 
 _BACKLOG = 1024
-_GRACE_S = 5  # for connections that are still open once everything was answered
+_GRACE_S = 5.0  # for connections that are still open once everything was answered
 
 
 class HttpServer(uvicorn.Server):
@@ -26,7 +27,6 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 lifespan="off",
                 server_header=False,
-                timeout_graceful_shutdown=_GRACE_S,
                 ws="none",
             )
         )
@@ -35,6 +35,19 @@ class HttpServer(uvicorn.Server):
     async def run_on_socket(self) -> None:
         """Until `should_exit` is set and what is open has ended."""
         await self.serve(sockets=[self._bound])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn does, but a client that does not read what it is sent loses its connection, not its request.
+
+        uvicorn would cancel the request, which ends in a traceback.
+        """
+        ending = asyncio.create_task(super().shutdown(sockets))
+        _, late = await asyncio.wait([ending], timeout=_GRACE_S)
+        if late:
+            for connection in list(self.server_state.connections):
+                if (transport := connection.transport) is not None:
+                    transport.abort()
+        await ending
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

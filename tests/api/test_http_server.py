@@ -1,0 +1,55 @@
+"""The HTTP server's end: what is being sent may be finished, and a client that reads nothing hinders nobody."""
+
+import asyncio
+import logging
+import socket
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from lamina.coordinator.cli import http_server
+from lamina.coordinator.cli.http_server import HttpServer, address_of, bind
+from lamina.spec.address import Address
+
+
+class Endless(Response):
+    """Sends until the client is gone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        gone = asyncio.create_task(_until_gone(receive))
+        while not gone.done():
+            await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def test_a_client_that_does_not_read_is_dropped_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_server, "_GRACE_S", 0.2)
+    app = FastAPI()
+
+    @app.get("/")
+    async def endless(request: Request) -> Response:
+        return Endless()
+
+    async def scene() -> None:
+        bound = bind(Address("127.0.0.1", 0))
+        server = HttpServer(app, bound)
+        serving = asyncio.create_task(server.run_on_socket())
+        with socket.create_connection((address_of(bound).host, address_of(bound).port)) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await asyncio.sleep(0.3)  # every buffer on the way is full
+            server.should_exit = True
+            async with asyncio.timeout(5):
+                await serving
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(scene())
+    assert not caplog.records
