@@ -24,6 +24,7 @@ PROGRAMS = (
     program("dequantise.cu", "dequantise", FORMAT="Q5_K"),
     program("dense.cu", "linear", ELEMENT=2, COLUMNS=4),
     program("rows.cu", "finish"),
+    program("sample.cu", "sample"),
     program("attention_few.cu", "attend_few", KV_TYPE=1, KEY_DIM=64, VALUE_DIM=64),
     program("attention_few.cu", "attend_few", KV_TYPE=3, KEY_DIM=128, VALUE_DIM=128),
     program("attention_many.cu", "attend_many", KV_TYPE=2, KEY_DIM=80, VALUE_DIM=80),

@@ -115,6 +115,8 @@ class OpPlanner(Planner):
                 rows_plan.plan_gather_rows(self, a.buffer("x"), a.buffer("indices"), a.buffer("out"))
             case "argmax":
                 rows_plan.plan_argmax(self, a.buffer("x"), a.buffer("out"))
+            case "sample":
+                rows_plan.plan_sample(self, a.buffer("x"), a.buffer("params"), a.buffer("out"))
             case _:
                 raise LaunchError(f"cuda has no op {name}")
 

@@ -41,6 +41,7 @@ SIGNATURES: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("rows.cu", "softcap"): (*"PiifP",),
     ("rows.cu", "gather_rows"): (*"PiPPiiP",),
     ("rows.cu", "argmax"): (*"PiiPiPP",),
+    ("sample.cu", "sample"): (*"PiiPiPiP",),
     ("attention_few.cu", "attend_few"): (_ATTENTION, _ACTIVATIONS),
     ("attention_many.cu", "attend_many"): (_ATTENTION, _ACTIVATIONS),
     ("attention_plain.cu", "attend_plain"): (_ATTENTION, *"iiiP"),

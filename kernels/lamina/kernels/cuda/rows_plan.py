@@ -12,6 +12,7 @@ from lamina.kernels.cuda.programs import program
 from lamina.kernels.ops import LaunchError
 from lamina.kernels.quant.kv_bytes import Q8_BLOCK_VALUES
 
+MAX_VOCABULARY = 1 << 20  # COLUMN_BITS of sample.cu
 _NO_HEADS = (0, 0, 0)
 _NO_ROTATION = (0, 0, 0, 0, 0.0)
 _NO_CACHE = (0, 0, 0, 0, 0, 0)
@@ -174,4 +175,15 @@ def plan_argmax(planner: Planner, x: Buffer, out: Buffer) -> None:
     blocks = max(1, min(wanted, x.num_columns // (8 * BLOCK)))
     args = (address_of(x), x.row_stride, x.num_columns, address_of(out), out.row_stride, maxima, rows.count_address)
     planner.call(program("rows.cu", "argmax"), (blocks, rows.capacity, 1), BLOCK, *args)
+    planner.wrote(out)
+
+
+def plan_sample(planner: Planner, x: Buffer, params: Buffer, out: Buffer) -> None:
+    """One block a row; a row that is not drawn from leaves at once."""
+    rows = planner.rows_of(out)
+    if x.num_columns > MAX_VOCABULARY:
+        raise LaunchError(f"sample: {x.num_columns} columns, at most {MAX_VOCABULARY} fit into a key")
+    args = (address_of(x), x.row_stride, x.num_columns, address_of(params), params.row_stride)
+    target = (address_of(out), out.row_stride, rows.count_address)
+    planner.call(program("sample.cu", "sample"), (rows.capacity, 1, 1), 1024, *args, *target)
     planner.wrote(out)

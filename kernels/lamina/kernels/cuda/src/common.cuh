@@ -24,6 +24,19 @@ DEVICE void prefetch(const u8* from, int num_bytes, int lane) {
     for (int at = lane * 128; at < num_bytes; at += 32 * 128) prefetch_line(from + at);
 }
 
+// Columns 4 quad .. 4 quad + 3 of a row, zeros beyond its end.
+DEVICE float4 load_quad(const float* row, int quad, int columns) {
+    const int column = 4 * quad;
+    const float* at = row + column;
+    if (column + 4 <= columns && (reinterpret_cast<u64>(at) & 15) == 0) return *reinterpret_cast<const float4*>(at);
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (column < columns) x.x = at[0];
+    if (column + 1 < columns) x.y = at[1];
+    if (column + 2 < columns) x.z = at[2];
+    if (column + 3 < columns) x.w = at[3];
+    return x;
+}
+
 // -- activations in the form a linear reads. `kind`: NONE, BYTES (few rows, int8) or HALVES (many rows, for cuBLAS).
 //
 //    BYTES, a chunk of 64 columns of row n at codes + (chunk * slots + n) * 64: lane t = 0..3 of a fragment finds its

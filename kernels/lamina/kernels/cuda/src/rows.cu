@@ -1,19 +1,6 @@
 // Everything that works on rows of float32 activations: norms, rope, cache writes, sums, gathers, argmax.
 #include "kv.cuh"
 
-// Columns 4 quad .. 4 quad + 3 of a row, zeros beyond its end.
-DEVICE float4 load_quad(const float* row, int quad, int columns) {
-    const int column = 4 * quad;
-    const float* at = row + column;
-    if (column + 4 <= columns && (reinterpret_cast<u64>(at) & 15) == 0) return *reinterpret_cast<const float4*>(at);
-    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (column < columns) x.x = at[0];
-    if (column + 1 < columns) x.y = at[1];
-    if (column + 2 < columns) x.z = at[2];
-    if (column + 3 < columns) x.w = at[3];
-    return x;
-}
-
 DEVICE void store_quad(float* row, int quad, int columns, float4 x) {
     const int column = 4 * quad;
     float* at = row + column;
