@@ -85,6 +85,14 @@ def test_scores_are_the_log_probabilities_of_the_next_tokens(model: InProcessMod
     assert done.tokens == ()
 
 
+def test_a_step_may_score_nothing(model: InProcessModel) -> None:
+    """A first chunk without logits, of a sequence that will be scored later."""
+    stage = model.stages[0]
+    add(stage, 0, TEXTS[0])
+    done = run(stage, 0, [piece(0, 0, TEXTS[0][:4], want_logits=False)], (0,))
+    assert (done.tokens, done.scores) == ((), ())
+
+
 def test_a_token_that_the_history_lacks_cannot_be_scored(model: InProcessModel) -> None:
     stage = model.stages[0]
     add(stage, 0, TEXTS[0])

@@ -145,36 +145,70 @@ async def open_session(
     report: Report,
 ) -> AsyncIterator[Session]:
     """Bring the model up; on leaving, however that happens, its stages are unloaded and connections closed."""
-    clients = await dial_all(addresses_of(settings))
-    try:
-        stages = choose_split(model, settings, clients)
-        on_planned(stages)
-        placement = Placement(
-            PlacementId(uuid.uuid4().hex[:12]),
-            Epoch(1),
-            model.spec.num_layers,
-            tuple(StageSpec(i, stage.device.id, stage.layers) for i, stage in enumerate(stages)),
-        )
-        by_name: dict[WorkerName, WorkerClient] = {client.profile.name: client for client in clients}
-        demand = Demand(model.spec, model.tensors, settings.stage, settings.num_tokens)
-        pipeline = await deploy(
-            placement, model.spec, str(model.path), settings.stage, by_name, report, demand.num_blocks
-        )
-        config = SchedulerConfig(
-            num_stages=pipeline.num_stages,
-            max_rows=settings.stage.max_rows,
-            max_seqs=settings.stage.max_seqs,
-            max_logit_rows=settings.stage.max_logit_rows,
-            max_context=settings.stage.max_context,
-            num_blocks=pipeline.num_blocks,
-            min_chunk_tokens=max(_MIN_CHUNK_TOKENS[stage.device.kind] for stage in stages),
-            **asdict(settings.scheduling),
-        )
-        engine = Engine(Scheduler(config, placement.epoch), pipeline)
+    async with _dialled(settings) as clients:
+        stages, pipeline = await _bring_up(model, settings, clients, on_planned, report)
+        engine = Engine(Scheduler(_scheduler_config(settings, stages, pipeline), pipeline.placement.epoch), pipeline)
         engine.start()
         try:
             yield Session(model, stages, engine, pipeline, tuple(clients))
         finally:
             await asyncio.shield(engine.close(unload=True))
+
+
+@asynccontextmanager
+async def open_pipeline(
+    model: ModelFile,
+    settings: SessionSettings,
+    on_planned: Callable[[tuple[StagePlan, ...]], None],
+    report: Report,
+) -> AsyncIterator[Pipeline]:
+    """The same without an engine, for whoever plans the steps itself."""
+    async with _dialled(settings) as clients:
+        _, pipeline = await _bring_up(model, settings, clients, on_planned, report)
+        try:
+            yield pipeline
+        finally:
+            await asyncio.shield(pipeline.close(unload=True))
+
+
+@asynccontextmanager
+async def _dialled(settings: SessionSettings) -> AsyncIterator[list[WorkerClient]]:
+    clients = await dial_all(addresses_of(settings))
+    try:
+        yield clients
     finally:
         await asyncio.gather(*(client.close() for client in clients))
+
+
+async def _bring_up(
+    model: ModelFile,
+    settings: SessionSettings,
+    clients: Sequence[WorkerClient],
+    on_planned: Callable[[tuple[StagePlan, ...]], None],
+    report: Report,
+) -> tuple[tuple[StagePlan, ...], Pipeline]:
+    stages = choose_split(model, settings, clients)
+    on_planned(stages)
+    placement = Placement(
+        PlacementId(uuid.uuid4().hex[:12]),
+        Epoch(1),
+        model.spec.num_layers,
+        tuple(StageSpec(i, stage.device.id, stage.layers) for i, stage in enumerate(stages)),
+    )
+    by_name: dict[WorkerName, WorkerClient] = {client.profile.name: client for client in clients}
+    demand = Demand(model.spec, model.tensors, settings.stage, settings.num_tokens)
+    pipeline = await deploy(placement, model.spec, str(model.path), settings.stage, by_name, report, demand.num_blocks)
+    return stages, pipeline
+
+
+def _scheduler_config(settings: SessionSettings, stages: Sequence[StagePlan], pipeline: Pipeline) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_stages=pipeline.num_stages,
+        max_rows=settings.stage.max_rows,
+        max_seqs=settings.stage.max_seqs,
+        max_logit_rows=settings.stage.max_logit_rows,
+        max_context=settings.stage.max_context,
+        num_blocks=pipeline.num_blocks,
+        min_chunk_tokens=max(_MIN_CHUNK_TOKENS[stage.device.kind] for stage in stages),
+        **asdict(settings.scheduling),
+    )

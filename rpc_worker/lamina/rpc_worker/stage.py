@@ -217,7 +217,7 @@ class Stage:
             return StepDone(plan.epoch, plan.step, tokens)
         logits = model.logits(plan.num_logit_rows)
         counts = [(count, piece.want_logits) for piece, count in zip(plan.slices, plan.num_scored, strict=True)]
-        is_sampled = np.array([sampled for count, wanted in counts for sampled in [False] * count + [True] * wanted])
+        is_sampled = np.array([x for count, wanted in counts for x in [False] * count + [True] * wanted], np.bool_)
         tokens = self._sampler.sample(rows, logits[is_sampled])
         return StepDone(plan.epoch, plan.step, tokens, scores=self._sampler.score(plan.scored(), logits[~is_sampled]))
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lamina.coordinator.cli import options, server_commands
+from lamina.coordinator.cli import bench, options, server_commands
 from lamina.coordinator.cli.config_file import Config
 from lamina.coordinator.cli.plan import plan_offline, plan_online, print_plan
 from lamina.coordinator.cli.run import RunRequest
@@ -70,7 +70,7 @@ def run(
         opened, workers, split, split_file, context, 1, kv_dtype, wire_dtype, max_rows, cuda_graphs
     )
     if not settings.workers and split_file is None:
-        raise InvalidConfig("no workers: start `rpc-worker` on each machine and name them with --workers host:port,…")
+        raise InvalidConfig(options.NO_WORKERS)
     text = prompt or options.read_prompt()
     asyncio.run(run_prompt(opened, settings, RunRequest(text, sampling, max_tokens, chat, quiet)))
 
@@ -107,6 +107,7 @@ def plan(
 
 
 server_commands.register(app)
+app.add_typer(bench.app, name="bench")
 
 
 def _session_settings(

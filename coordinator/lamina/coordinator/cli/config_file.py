@@ -85,6 +85,8 @@ def _parameter_names(command: Any) -> dict[str, str]:
     return {parameter.opts[0].removeprefix("--").replace("-", "_"): parameter.name for parameter in named}
 
 
-def _all_names(root: Any) -> set[str]:
-    commands = getattr(root, "commands", {"": root})
-    return {name for command in commands.values() for name in _parameter_names(command)}
+def _all_names(command: Any) -> set[str]:
+    groups = getattr(command, "commands", None)
+    if groups is None:
+        return set(_parameter_names(command))
+    return set().union(*(_all_names(each) for each in groups.values()))

@@ -47,6 +47,7 @@ MaxRows = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.", envvar="LAMINA_JSON")]
 
 DEFAULT_CONTEXT = 4096
+NO_WORKERS = "no workers: start `rpc-worker` on each machine and name them with --workers host:port,…"
 
 
 def parse_count(text: str, option: str) -> int:

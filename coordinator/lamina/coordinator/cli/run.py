@@ -39,10 +39,7 @@ async def run(model: ModelFile, settings: SessionSettings, request: RunRequest) 
 
     SIGTERM and a closed terminal end it as Ctrl-C does: the stages are unloaded first.
     """
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if task is not None:
-            loop.add_signal_handler(number, task.cancel)
+    cancel_on_signals()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     console = Console(stderr=True, width=None if is_interactive() else 110)
@@ -58,6 +55,14 @@ async def run(model: ModelFile, settings: SessionSettings, request: RunRequest) 
         if not request.quiet:
             _name_idle(session, console)
         await _answer(session, prompt_ids, request, console)
+
+
+def cancel_on_signals() -> None:
+    """Have SIGTERM and SIGHUP cancel the present task, as Ctrl-C does."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if task is not None:
+            loop.add_signal_handler(number, task.cancel)
 
 
 def _name_idle(session: Session, console: Console) -> None:
