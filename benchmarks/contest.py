@@ -23,6 +23,7 @@ HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
 STREAM_PROMPT_TOKENS = 16
 _LISTENING = re.compile(r"listening on (\S+)")
+_ALARM = re.compile(r"\bERROR\b|\bCRITICAL\b|Traceback|Exception|\bnever (awaited|retrieved)")
 _START_S = 60.0
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
@@ -111,6 +112,7 @@ class Tail:
     """The last lines of what a process says on a pipe, and all of them while it is young."""
 
     def __init__(self, num_lines: int = 40) -> None:
+        self.alarms: list[str] = []  # lines that tell of an error
         self._lines: list[str] = []
         self._num_lines = num_lines
         self._news = threading.Condition()
@@ -148,6 +150,8 @@ class Tail:
         for line in pipe:
             with self._news:
                 self._lines.append(line)
+                if _ALARM.search(line):
+                    self.alarms.append(line.strip())
                 if len(self._lines) > 10 * self._num_lines:
                     del self._lines[: -self._num_lines]
                 self._news.notify_all()
@@ -189,14 +193,14 @@ class Worker:
             command += ["--advertise", advertise]
         if not listen.startswith("127."):
             command.append("--insecure")
-        self._log = Tail()
+        self.log = Tail()
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=child_environment(),
             start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
-        self._log.follow(self.process.stdout)
+        self.log.follow(self.process.stdout)
         try:
-            self.address = self._log.wait_for(_LISTENING, _START_S)[1]
+            self.address = self.log.wait_for(_LISTENING, _START_S)[1]
         except ContestantFailed:
             stop_process(self.process)
             raise

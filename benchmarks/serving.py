@@ -43,17 +43,33 @@ class Cluster:
     workers: list[Worker]
     host: str  # host:port of the HTTP API
     pid: int  # of the coordinator
+    log: Tail  # of the coordinator
 
     @property
     def addresses(self) -> list[str]:
         return [worker.address for worker in self.workers]
 
+    def take_alarms(self) -> list[str]:
+        """What any process has said of errors since the last time."""
+        found: list[str] = []
+        for log in (self.log, *(worker.log for worker in self.workers)):
+            found += log.alarms
+            log.alarms = []
+        return found
+
 
 @contextmanager
 def serving(
-    model: Path, num_workers: int, *, device: str = "cpu", split: str = "", context: str = "4K", parallel: int = 16
+    model: Path,
+    num_workers: int,
+    *,
+    device: str = "cpu",
+    split: str = "",
+    context: str = "4K",
+    parallel: int = 16,
+    more: Sequence[str] = (),
 ) -> Iterator[Cluster]:
-    """`coordinator serve` over workers of one thread each, ready."""
+    """`coordinator serve` over workers of one thread each, ready; `more` are options that win over the others."""
     with ExitStack() as stack:
         workers = [
             stack.enter_context(closing(Worker(f"{device}{num_workers}-{i}", device=device, threads=1)))
@@ -61,7 +77,7 @@ def serving(
         ]
         command = [sys.executable, "-c", _COORDINATOR, "serve", str(model), "--port", "0"]
         command += ["--workers", ",".join(worker.address for worker in workers)]
-        command += ["--context", context, "--parallel", str(parallel)]
+        command += ["--context", context, "--parallel", str(parallel), *more]
         if split:
             command += ["--split", split]
         process = subprocess.Popen(
@@ -73,7 +89,7 @@ def serving(
         log.follow(process.stdout)
         url = log.wait_for(_SERVING, 60)[1]
         log.wait_for(_READY, 120)
-        yield Cluster(workers, url.removeprefix("http://"), process.pid)
+        yield Cluster(workers, url.removeprefix("http://"), process.pid, log)
 
 
 def start_child(script: str) -> Contestant:

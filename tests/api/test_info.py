@@ -183,6 +183,12 @@ def test_metrics_count_what_happened(api: Api) -> None:
         assert after[f"lamina_{name}_seconds_bucket{{le=+Inf}}"] == count, name
     assert after["lamina_num_requests_running"] == after["lamina_num_requests_waiting"] == 0
     assert after["lamina_kv_cache_usage_ratio"] == 0
+    blocks = {state: after[f"lamina_kv_cache_blocks{{state={state}}}"] for state in ("used", "cached", "free")}
+    assert blocks["used"] == after["lamina_kv_cache_promised_blocks"] == 0
+    assert blocks["cached"] >= usage["prompt_tokens"] // 16
+    assert sum(blocks.values()) == sum(
+        before[f"lamina_kv_cache_blocks{{state={state}}}"] for state in ("used", "cached", "free")
+    )
 
 
 def test_counters_survive_another_engine(api: Api) -> None:

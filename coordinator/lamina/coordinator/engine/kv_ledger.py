@@ -47,6 +47,17 @@ class KvLedger:
         """Share of the pool in the tables of sequences; what is only cached does not count."""
         return (self._pool.num_blocks - self._pool.num_free - self._cache.num_unused) / self._pool.num_blocks
 
+    @property
+    def num_by_state(self) -> dict[str, int]:
+        """Blocks used by sequences, cached (prefixes nobody uses now) and free: the whole pool."""
+        free, cached = self._pool.num_free, self._cache.num_unused
+        return {"used": self._pool.num_blocks - free - cached, "cached": cached, "free": free}
+
+    @property
+    def num_promised(self) -> int:
+        """Of the cached and free blocks, those set aside for admitted sequences."""
+        return self._num_promised
+
     def cost(self, seq: Sequence, num_positions: int) -> int:
         """Blocks that admission would take out of the slack: blocks in use by others are shared at no cost."""
         shared = sum(1 for node in self._match(seq) if node.block.num_users)

@@ -226,6 +226,16 @@ class Scheduler:
         """Share of the KV blocks that sequences hold; blocks that are only cached count as free."""
         return self._ledger.usage_ratio
 
+    @property
+    def num_blocks_by_state(self) -> dict[str, int]:
+        """Used, cached and free KV blocks: all there are."""
+        return self._ledger.num_by_state
+
+    @property
+    def num_promised_blocks(self) -> int:
+        """Of those not used, the ones set aside for admitted requests; 0 when nothing runs."""
+        return self._ledger.num_promised
+
     # -- planning
 
     def _plan_decodes(self, batch: Batch, candidates: list[Sequence], share: int) -> None:

@@ -144,6 +144,18 @@ class Metrics:
         yield GaugeMetricFamily("lamina_num_requests_running", "Requests admitted.", running)
         yield GaugeMetricFamily("lamina_num_requests_waiting", "Requests that wait for admission.", waiting)
         yield GaugeMetricFamily("lamina_kv_cache_usage_ratio", "Share of the KV blocks that sequences hold.", usage)
+        if scheduler is not None:
+            blocks = GaugeMetricFamily(
+                "lamina_kv_cache_blocks", "KV blocks: used by sequences, cached prefixes, free.", labels=["state"]
+            )
+            for state, count in scheduler.num_blocks_by_state.items():
+                blocks.add_metric([state], count)
+            yield blocks
+            yield GaugeMetricFamily(
+                "lamina_kv_cache_promised_blocks",
+                "KV blocks, cached or free, set aside for admitted requests.",
+                scheduler.num_promised_blocks,
+            )
         preemptions, queries, hits = self._totals()
         yield CounterMetricFamily("lamina_num_preemptions", "Sequences preempted for want of blocks.", preemptions)
         yield CounterMetricFamily(
