@@ -1,6 +1,7 @@
 """Workers that join by themselves: what ends them, what they try again, and which addresses are refused."""
 
 import asyncio
+import time
 from typing import Any
 
 import grpc
@@ -67,8 +68,10 @@ def test_what_the_coordinator_means_ends_the_worker() -> None:
             await server.wait_for(1)
             with pytest.raises(InvalidConfig, match="a worker called 'a' is there already"):
                 await stay_joined(server.address, "a", Address("127.0.0.1", 50052))
+            assert [member.address for member in server.membership.present(time.monotonic())] == [WORKER]
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
+        assert not server.membership.present(time.monotonic())  # that one did take leave
         await server.close()
 
     run_scene(scene)

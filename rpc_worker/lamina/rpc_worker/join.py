@@ -26,13 +26,13 @@ async def stay_joined(coordinator: Address, worker: str, reachable_at: Address) 
     """
     channel = grpc.aio.insecure_channel(str(coordinator), options=channel_options())
     stub = cluster_pb2_grpc.ClusterStub(channel)
-    silent = False
+    silent = has_joined = False
     try:
         while True:
             try:
                 heartbeat_s = await _register(stub, coordinator, worker, reachable_at)
                 _log.info("joined coordinator %s", coordinator)
-                silent = False
+                silent, has_joined = False, True
                 await _beat(stub, worker, heartbeat_s)
             except grpc.aio.AioRpcError as error:
                 if is_deliberate(error):
@@ -43,7 +43,8 @@ async def stay_joined(coordinator: Address, worker: str, reachable_at: Address) 
                 silent = True
                 await asyncio.sleep(RETRY_S)
     finally:
-        await _leave(stub, worker)
+        if has_joined:  # one that was refused would take leave for whoever has its name
+            await _leave(stub, worker)
         await channel.close()
 
 
