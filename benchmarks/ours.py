@@ -17,7 +17,7 @@ from split import balanced_ranges
 from lamina.coordinator.engine.engine import Engine
 from lamina.coordinator.engine.sequence import SequenceRequest
 from lamina.coordinator.model_file import open_model_file
-from lamina.coordinator.session import Session, SessionSettings, SplitChoice, open_session
+from lamina.coordinator.session import SchedulingChoice, Session, SessionSettings, SplitChoice, open_session
 from lamina.spec.address import parse_address
 from lamina.spec.placement import StageSettings
 from lamina.spec.sampling import SamplingParams
@@ -46,6 +46,7 @@ class Ours:
                 max_rows=max_rows, max_context=min(_MAX_CONTEXT, file.spec.context_length), kv_dtype=kv_dtype
             ),
             num_tokens=_CACHE_TOKENS,
+            scheduling=SchedulingChoice(prefill_chunk_tokens=max_rows),
         )
         opening = open_session(file, settings, lambda _: None, lambda _: None)
         self._session = self._run(self._stack.enter_async_context(opening))
