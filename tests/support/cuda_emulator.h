@@ -349,5 +349,10 @@ inline void mma_bytes_k16(int (&d)[4], u32 a0, u32 a1, u32 b) { const u32 a[2] =
 inline void mma_halves(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { emulator::mma_16bit({d, a, {b0, b1}, half_to_float}); }
 inline void mma_bf16s(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { emulator::mma_16bit({d, a, {b0, b1}, bf16_to_float}); }
 inline void copy_async(void* shared, const void* global) { require_aligned(global, 16); std::memcpy(shared, global, 16); }
+inline void copy_word_async(void* shared, const void* global, bool wanted) {
+    u32 word = 0;
+    if (wanted) std::memcpy(&word, global, 4);
+    std::memcpy(shared, &word, 4);
+}
 inline void copy_async_commit() {}
 template <int PENDING> void copy_async_wait() {}

@@ -162,67 +162,80 @@ DEVICE void write_output(const Attention& p, const Partial& sum, int first_row, 
     }
 }
 
-// Sixteen queries from first_query on; the block's share of their keys is `split` of at most max_splits.
-DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* scratch, int seq, int first_row,
-                            int first_query, int queries, int split, int max_splits) {
+// What a block has to do, from the step's inputs alone, so that it is known when the keys are there.
+struct Share {
+    int seq, first_row, first_query, queries, count;  // queries of the sequence, `count` of them here
+    int split, num_splits;
+    int begin, end, last_key;  // pages; the last key that somebody sees
+    const int* table;
+
+    // Sixteen queries from first_query on, and share `split` of at most max_splits of their keys.
+    DEVICE void set(const Attention& p, int query, int max_splits) {
+        first_query = query;
+        count = min(16, queries - first_query);
+        const int first_page = first_visible(p, p.positions[first_row + first_query / p.group]) / PAGE_TOKENS;
+        last_key = p.positions[first_row + (first_query + count - 1) / p.group];
+        const int num_pages = last_key / PAGE_TOKENS + 1 - first_page;
+        const bool is_short = num_pages <= UNSPLIT_PAGES * FEW_WARPS;
+        num_splits = is_short ? 1 : max(1, min(max_splits, num_pages / FEW_WARPS));
+        const int per_split = ceil_div(num_pages, num_splits);
+        begin = first_page + split * per_split;
+        end = min(begin + per_split, first_page + num_pages);
+    }
+};
+
+DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* scratch, const Share& share,
+                            int first_block) {
     __shared__ int is_last;
     __shared__ float factors[MAX_PARTS][16];
-    const int head = blockIdx.y % p.num_kv_heads, count = min(16, queries - first_query);
-    const int first_page = first_visible(p, p.positions[first_row + first_query / p.group]) / PAGE_TOKENS;
-    const int last_row = first_row + (first_query + count - 1) / p.group;
-    const int last_key = p.positions[last_row], num_pages = last_key / PAGE_TOKENS + 1 - first_page;
-    const bool is_short = num_pages <= UNSPLIT_PAGES * FEW_WARPS;
-    const int num_splits = is_short ? 1 : max(1, min(max_splits, num_pages / FEW_WARPS));
-    if (split >= num_splits) return;
+    const int head = blockIdx.y % p.num_kv_heads, count = share.count;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int per_split = ceil_div(num_pages, num_splits), begin = first_page + split * per_split;
-    const int end = min(begin + per_split, first_page + num_pages);
-    const int* table = p.block_table + static_cast<size_t>(seq) * p.table_stride;
-    const int busy_warps = min(FEW_WARPS, end - begin);
+    const int busy_warps = min(FEW_WARPS, share.end - share.begin);
     if (warp < busy_warps) {
         Tile tile;
         Keys keys;
-        int page = begin + warp, block = table[page];
+        int page = share.begin + warp, block = first_block;
         keys.load(p, block, head, lane);
-        tile.load(p, first_row, first_query, queries, head, lane);
-        for (; page < end; page += FEW_WARPS) {
+        tile.load(p, share.first_row, share.first_query, share.queries, head, lane);
+        for (; page < share.end; page += FEW_WARPS) {
             Values values;
             values.load(p, block, head, lane);
             float s[2][4], candidate[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
             tile.score([&](int c, int j) { return keys.fragment(c, j, lane); }, s);
-            if (page + FEW_WARPS < end) {  // under way while this page is worked on
-                block = table[page + FEW_WARPS];
+            if (page + FEW_WARPS < share.end) {  // under way while this page is worked on
+                block = share.table[page + FEW_WARPS];
                 keys.load(p, block, head, lane);
             }
             tile.apply_rules(p, page * PAGE_TOKENS, lane, s);
             Tile::largest(s, candidate);
             tile.raise(candidate);
-            tile.accumulate([&](int c) { return values.fragment(c, lane); }, s, last_key - page * PAGE_TOKENS, lane);
+            tile.accumulate([&](int c) { return values.fragment(c, lane); }, s, share.last_key - page * PAGE_TOKENS,
+                            lane);
         }
         tile.sum_totals();
         store_tile(tile, scratch[warp], lane, count);
     }
     __syncthreads();
     Partial& sum = scratch[FEW_WARPS];
-    if (num_splits == 1) {
+    if (share.num_splits == 1) {
         merge_warps(scratch, busy_warps, count, sum, factors);
         __syncthreads();
     } else {
-        const int where = seq * gridDim.y + blockIdx.y;
+        const int where = share.seq * gridDim.y + blockIdx.y;
         Partial* parts = reinterpret_cast<Partial*>(p.partial) + static_cast<size_t>(where) * p.num_splits;
-        merge_warps(scratch, busy_warps, count, parts[split], factors);
+        merge_warps(scratch, busy_warps, count, parts[share.split], factors);
         __syncthreads();
         if (threadIdx.x == 0) {  // its fences order the whole block's accesses, which the barriers order with it
             __threadfence();
-            is_last = atomicAdd(p.tickets + where, 1) == num_splits - 1;
+            is_last = atomicAdd(p.tickets + where, 1) == share.num_splits - 1;
             if (is_last) p.tickets[where] = 0;
             __threadfence();
         }
         __syncthreads();
         if (!is_last) return;
-        merge_partials(parts, num_splits, count, sum, factors);
+        merge_partials(parts, share.num_splits, count, sum, factors);
     }
-    write_output(p, sum, first_row, first_query, queries, head, to);
+    write_output(p, sum, share.first_row, share.first_query, share.queries, head, to);
 }
 
 // Grid (splits, KV heads * tiles of 16 queries, sequences). The tiles of the grid hold one row of each sequence; those
@@ -233,16 +246,29 @@ attend_few(const Attention p, const Activations to) {
     DYNAMIC_SHARED(memory);
     Partial* scratch = reinterpret_cast<Partial*>(memory);  // one a warp, and their sum
     grid_release_dependents();
+    const int num_tiles = gridDim.y / p.num_kv_heads, tile = blockIdx.y / p.num_kv_heads, warp = threadIdx.x / 32;
+    Share share = {};
+    share.seq = blockIdx.z, share.split = blockIdx.x;
+    const bool is_there = share.seq < *p.num_seqs;
+    if (is_there) {
+        share.first_row = p.row_starts[share.seq];
+        share.queries = (p.row_starts[share.seq + 1] - share.first_row) * p.group;
+    }
+    if (!is_there || share.queries > p.few_queries || tile * 16 >= share.queries) {
+        grid_wait();
+        return;
+    }
+    share.table = p.block_table + static_cast<size_t>(share.seq) * p.table_stride;
+    share.set(p, tile * 16, p.num_splits);
+    int first_block = share.begin + warp < share.end ? share.table[share.begin + warp] : 0;
     grid_wait();
-    const int seq = blockIdx.z, num_tiles = gridDim.y / p.num_kv_heads;
-    const int num_seqs = *p.num_seqs, first_row = p.row_starts[seq], end_row = p.row_starts[seq + 1];
-    const int queries = (end_row - first_row) * p.group;
-    if (seq >= num_seqs || queries > p.few_queries) return;
-    int max_splits = p.num_splits;
-    for (int tile = blockIdx.y / p.num_kv_heads; tile * 16 < queries; tile += num_tiles) {
-        attend_few_tile(p, to, scratch, seq, first_row, tile * 16, queries, blockIdx.x, max_splits);
-        max_splits = 1;
+    for (int query = tile * 16;;) {
+        if (share.split < share.num_splits) attend_few_tile(p, to, scratch, share, first_block);
+        query += num_tiles * 16;
+        if (query >= share.queries) return;
         __syncthreads();
+        share.set(p, query, 1);
+        first_block = share.begin + warp < share.end ? share.table[share.begin + warp] : 0;
     }
 #endif
 }

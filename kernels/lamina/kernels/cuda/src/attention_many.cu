@@ -86,12 +86,14 @@ attend_many(const Attention p, const Activations to) {
 #if HAS_HALF_MMA
     DYNAMIC_SHARED(memory);
     grid_release_dependents();
-    grid_wait();
     constexpr int TILE_QUERIES = 16 * MANY_WARPS;
     const int head = blockIdx.y, num_seqs = *p.num_seqs;
     int index = blockIdx.x, seq = 0, first_row = 0, queries = 0;
     for (;; seq++) {
-        if (seq >= num_seqs) return;
+        if (seq >= num_seqs) {
+            grid_wait();
+            return;
+        }
         first_row = p.row_starts[seq];
         queries = (p.row_starts[seq + 1] - first_row) * p.group;
         const int tiles = queries > p.few_queries ? ceil_div(queries, TILE_QUERIES) : 0;
@@ -107,13 +109,14 @@ attend_many(const Attention p, const Activations to) {
     const int* table = p.block_table + static_cast<size_t>(seq) * p.table_stride;
     const int begin = first_visible(p, p.positions[first_row + block_query / p.group]) / PAGE_TOKENS;
     const int last_key = p.positions[first_row + last_query / p.group], end = last_key / PAGE_TOKENS + 1;
-    Tile tile;
-    tile.load(p, first_row, first_query, queries, head, lane);
     // pages that some query of this warp sees
     const int warp_begin = first_query < queries
         ? first_visible(p, p.positions[first_row + first_query / p.group]) / PAGE_TOKENS : end;
     const int warp_end = first_query < queries
         ? p.positions[first_row + min(first_query + 15, queries - 1) / p.group] / PAGE_TOKENS + 1 : begin;
+    grid_wait();
+    Tile tile;
+    tile.load(p, first_row, first_query, queries, head, lane);
     fetch_stage(p, memory, table, begin, end, head);
     copy_async_commit();
     int parity = 0;

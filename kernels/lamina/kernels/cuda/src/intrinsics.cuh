@@ -110,7 +110,10 @@ DEVICE u32 stream_load2(const void* address) {
 DEVICE void prefetch_line(const void* address) { asm volatile("prefetch.global.L2 [%0];" :: "l"(address)); }
 
 // -- programmatic dependent launch: a kernel may start before its predecessor has ended. Until grid_wait() returns it
-//    may touch nothing but weights, and it must not write at all.
+//    may touch nothing but weights and what a step is given (counts, positions, slots, row starts, block tables), and
+//    it must not write at all. What it reads before costs no time, since the predecessor still runs. Step inputs are
+//    complete because copies and set_shape, which release no dependents, end before any kernel after them starts. Every
+//    block waits, also one with nothing to do: a kernel that ends before its predecessor would end the wait of others.
 
 DEVICE void grid_wait() {
 #if __CUDA_ARCH__ >= 900
@@ -177,7 +180,7 @@ DEVICE void mma_bf16s(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #endif
 }
 
-// -- copies of 16 bytes to shared memory that do not pass through registers, where the card has them
+// -- copies to shared memory, of 16 bytes or 4, that do not pass through registers, where the card has them
 
 DEVICE void copy_async(void* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
@@ -185,6 +188,17 @@ DEVICE void copy_async(void* shared, const void* global) {
                  :: "r"(static_cast<u32>(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
 #else
     *static_cast<uint4*>(shared) = *static_cast<const uint4*>(global);
+#endif
+}
+
+// Four bytes; zeros if they are not wanted, then from nowhere.
+DEVICE void copy_word_async(void* shared, const void* global, bool wanted) {
+#if __CUDA_ARCH__ >= 800
+    const u32 to = static_cast<u32>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                 :: "r"(to), "l"(global), "r"(wanted ? 4 : 0) : "memory");
+#else
+    *static_cast<u32*>(shared) = wanted ? *static_cast<const u32*>(global) : 0;
 #endif
 }
 

@@ -37,23 +37,55 @@ DEVICE int row_at(const Part& part, int group, int local) {
     return row < part.half ? row + (local / 8) * part.half : -1;
 }
 
+// What the end of a group needs of memory, copied to shared memory ahead of it: a round trip at the end would delay all
+// that follows, and registers are scarce. Results are numbered n * per_row + local.
 template <int WIDTH>
-DEVICE void write_group(const Part& part, const Problem& p, int group, const float (*partial)[16][WIDTH + 1],
-                        int warps) {
-    const int num_rows = min(*p.num_rows, WIDTH);
-    const int per_row = p.flags & GATED ? 8 : 16;
-    for (int i = threadIdx.x; i < per_row * num_rows; i += blockDim.x) {
-        const int local = i % per_row, n = i / per_row;
-        const int row = row_at(part, group, local);
-        if (row < 0) continue;
-        float value = part.bias ? part.bias[row] : 0.f;
-        for (int warp = 0; warp < warps; warp++) value += partial[warp][local][n];
-        if (p.flags & GATED) {
-            float up = part.bias ? part.bias[row + part.half] : 0.f;
-            for (int warp = 0; warp < warps; warp++) up += partial[warp][local + 8][n];
-            value = activate(value, p.flags & GELU) * up;
-        }
-        float* to = p.out + static_cast<size_t>(n) * p.out_stride + part.first + row;
-        *to = p.flags & ACCUMULATE ? *to + value : value;
+struct Ending {
+    static constexpr int COUNT = 16 * WIDTH < 32 * MAX_WARPS ? 16 * WIDTH : 32 * MAX_WARPS;
+    int num_rows;
+    float bias[COUNT], up_bias[COUNT], old[COUNT];
+
+    DEVICE static int per_row(const Problem& p) { return p.flags & GATED ? 8 : 16; }
+
+    // Before grid_wait; the number of rows, for after it.
+    DEVICE int load_bias(const Part& part, const Problem& p, int group) {
+        const int i = threadIdx.x, row = row_at(part, group, i % per_row(p));
+        if (i == 0) copy_word_async(&num_rows, p.num_rows, true);
+        if (i >= COUNT) return 0;
+        const bool is_there = part.bias && row >= 0;
+        copy_word_async(bias + i, part.bias + max(row, 0), is_there);
+        copy_word_async(up_bias + i, part.bias + max(row, 0) + part.half, is_there && p.flags & GATED);
+        return *p.num_rows;
     }
-}
+    // After it.
+    DEVICE void load_old(const Part& part, const Problem& p, int group, int rows) {
+        const int i = threadIdx.x, row = row_at(part, group, i % per_row(p)), n = i / per_row(p);
+        if (i >= COUNT) return;
+        copy_word_async(old + i, address(part, p, max(row, 0), n), p.flags & ACCUMULATE && row >= 0 && n < rows);
+    }
+    // After the barrier that follows copy_async_wait: all threads.
+    DEVICE void write(const Part& part, const Problem& p, int group, const float (*partial)[16][WIDTH + 1],
+                      int warps) const {
+        const int count = per_row(p) * min(num_rows, WIDTH);
+        for (int i = threadIdx.x; i < count; i += blockDim.x) {
+            const int local = i % per_row(p), n = i / per_row(p), row = row_at(part, group, local);
+            if (row < 0) continue;
+            float* to = address(part, p, row, n);
+            const bool is_early = i < min(COUNT, static_cast<int>(blockDim.x));
+            float value = is_early ? bias[i] : part.bias ? part.bias[row] : 0.f;
+            for (int warp = 0; warp < warps; warp++) value += partial[warp][local][n];
+            if (p.flags & GATED) {
+                float up = is_early ? up_bias[i] : part.bias ? part.bias[row + part.half] : 0.f;
+                for (int warp = 0; warp < warps; warp++) up += partial[warp][local + 8][n];
+                value = activate(value, p.flags & GELU) * up;
+            }
+            if (p.flags & ACCUMULATE) value += is_early ? old[i] : *to;
+            *to = value;
+        }
+    }
+
+private:
+    DEVICE static float* address(const Part& part, const Problem& p, int row, int n) {
+        return p.out + static_cast<size_t>(n) * p.out_stride + part.first + row;
+    }
+};

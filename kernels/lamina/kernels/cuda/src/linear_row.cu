@@ -132,7 +132,10 @@ DEVICE void linear_group(const Part& part, const Problem& p, int group, float (*
     constexpr int SPAN_UNITS = Codes<F>::UNITS;
     Span<F> span;
     if (warp < num_spans) span.load_weights(packed, warp * SPAN_UNITS, num_units, lane);
+    __shared__ Ending<WIDTH> ending;
+    const int num_rows = ending.load_bias(part, p, group);
     grid_wait();
+    ending.load_old(part, p, group, num_rows);
     if (warp < num_spans) span.load_activations(p, warp * SPAN_CHUNKS, lane);
     float total[2] = {};
     for (int index = warp; index < num_spans; index += warps) {
@@ -149,8 +152,10 @@ DEVICE void linear_group(const Part& part, const Problem& p, int group, float (*
         value += __shfl_xor_sync(FULL_WARP, value, 2);
         if (lane % 4 == 0) partial[warp][lane / 4 + 8 * h][0] = value;
     }
+    copy_async_commit();
+    copy_async_wait<0>();
     __syncthreads();
-    write_group<WIDTH>(part, p, group, partial, warps);
+    ending.write(part, p, group, partial, warps);
 }
 
 KERNEL __launch_bounds__(32 * MAX_WARPS, MIN_BLOCKS)

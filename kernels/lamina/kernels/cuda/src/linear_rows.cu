@@ -89,7 +89,10 @@ DEVICE void linear_group(const Part& part, const Problem& p, int group, float (*
     const u8* packed = part.packed + static_cast<size_t>(group) * num_units * F::UNIT_BYTES;
     F unit;
     if (warp < num_units) unit.load(packed + static_cast<size_t>(warp) * F::UNIT_BYTES, lane);
+    __shared__ Ending<WIDTH> ending;
+    const int num_rows = ending.load_bias(part, p, group);
     grid_wait();
+    ending.load_old(part, p, group, num_rows);
     float total[4 * COLUMN_TILES] = {};
     for (int index = warp; index < num_units;) {
         add_unit(unit, index * F::CHUNKS, p, lane, total);
@@ -99,8 +102,10 @@ DEVICE void linear_group(const Part& part, const Problem& p, int group, float (*
 #pragma unroll
     for (int i = 0; i < 4 * COLUMN_TILES; i++)
         partial[warp][g + 8 * ((i % 4) / 2)][8 * (i / 4) + 2 * t + i % 2] = total[i];
+    copy_async_commit();
+    copy_async_wait<0>();
     __syncthreads();
-    write_group<WIDTH>(part, p, group, partial, warps);
+    ending.write(part, p, group, partial, warps);
 }
 
 KERNEL __launch_bounds__(32 * MAX_WARPS, MIN_BLOCKS)

@@ -19,8 +19,7 @@ DEVICE int padded_quads(int columns) { return ceil_div(columns, 128) * 32; }
 
 // What varies from step to step, for kernels to read.
 KERNEL __launch_bounds__(32) set_shape(int* counts, int num_rows, int num_seqs, int num_logit_rows) {
-    grid_release_dependents();
-    grid_wait();
+    grid_wait();  // and dependents are not released: they read the counts before they wait
     if (threadIdx.x != 0) return;
     counts[0] = num_rows;
     counts[1] = num_seqs;
@@ -31,9 +30,9 @@ KERNEL __launch_bounds__(32) set_shape(int* counts, int num_rows, int num_seqs, 
 KERNEL __launch_bounds__(256)
 prepare(const float* x, int stride, const int* num_rows, const Activations to) {
     grid_release_dependents();
+    const int n = blockIdx.y, quad = blockIdx.x * blockDim.x + threadIdx.x, rows = *num_rows;
     grid_wait();
-    const int n = blockIdx.y, quad = blockIdx.x * blockDim.x + threadIdx.x;
-    if (n >= *num_rows || quad >= padded_quads(to.columns)) return;
+    if (n >= rows || quad >= padded_quads(to.columns)) return;
     const float4 v = load_quad(x + static_cast<size_t>(n) * stride, quad, to.columns);
     hand_over(to, n, quad, v.x, v.y, v.z, v.w);
 }
@@ -54,9 +53,7 @@ KERNEL __launch_bounds__(1024)
 rms_norm(const float* x, int x_stride, const float* weight, float* out, int out_stride, int columns, float eps,
          const int* num_rows, const Activations to) {
     grid_release_dependents();
-    grid_wait();
-    const int n = blockIdx.x, quads = padded_quads(columns);
-    if (n >= *num_rows) return;
+    const int n = blockIdx.x, quads = padded_quads(columns), rows = *num_rows;
     const float* row = x + static_cast<size_t>(n) * x_stride;
     float* to_row = out + static_cast<size_t>(n) * out_stride;
     float4 held[HELD_QUADS], gains[HELD_QUADS];
@@ -64,9 +61,15 @@ rms_norm(const float* x, int x_stride, const float* weight, float* out, int out_
 #pragma unroll
     for (int i = 0; i < HELD_QUADS; i++) {
         const int quad = threadIdx.x + i * blockDim.x;
+        if (quad < quads) gains[i] = load_quad(weight, quad, columns);
+    }
+    grid_wait();
+    if (n >= rows) return;
+#pragma unroll
+    for (int i = 0; i < HELD_QUADS; i++) {
+        const int quad = threadIdx.x + i * blockDim.x;
         if (quad >= quads) break;
         held[i] = load_quad(row, quad, columns);
-        gains[i] = load_quad(weight, quad, columns);  // on its way while the squares are summed
         squares += held[i].x * held[i].x + held[i].y * held[i].y + held[i].z * held[i].z + held[i].w * held[i].w;
     }
     for (int quad = threadIdx.x + HELD_QUADS * blockDim.x; quad < quads; quad += blockDim.x) {
@@ -94,9 +97,9 @@ KERNEL __launch_bounds__(256)
 rms_norm_groups(const float* x, int x_stride, const float* weight, float* out, int out_stride, int columns,
                 int group_size, float eps, const int* num_rows) {
     grid_release_dependents();
+    const int n = blockIdx.y, lane = threadIdx.x % 32, group = blockIdx.x * 8 + threadIdx.x / 32, rows = *num_rows;
     grid_wait();
-    const int n = blockIdx.y, lane = threadIdx.x % 32, group = blockIdx.x * 8 + threadIdx.x / 32;
-    if (n >= *num_rows || group >= columns / group_size) return;
+    if (n >= rows || group >= columns / group_size) return;
     const float* from = x + static_cast<size_t>(n) * x_stride + group * group_size;
     float* to = out + static_cast<size_t>(n) * out_stride + group * group_size;
     float squares = 0.f;
@@ -128,30 +131,42 @@ struct Cache {
     }
 };
 
-// Pair `pair` of a head's elements turns by its angle if it is one of the first num_pairs, else it passes. A key goes
-// into the cache as well.
-DEVICE void rotate_pair(const Heads& heads, const Rotation& rotation, const Cache& cache, int n, int head_dim,
-                        int index, int slot) {
-    const int pairs = (head_dim + 1) / 2, head = index / pairs, pair = index % pairs;
-    const bool turns = pair < rotation.num_pairs, neox = turns && rotation.neox;
-    const int first = neox ? pair : 2 * pair, second = neox ? pair + rotation.num_pairs : 2 * pair + 1;
-    float* x = heads.x + static_cast<size_t>(n) * heads.stride + head * head_dim;
-    float a = x[first], b = second < head_dim ? x[second] : 0.f;
-    if (turns) {
-        float sine, cosine;
+// Where a pair of a head's elements stands, and the angle it turns by if it is one of the first num_pairs.
+struct Pair {
+    int head, first, second;
+    bool turns;
+    float sine, cosine;
+
+    DEVICE Pair(const Rotation& rotation, int n, int head_dim, int index) {
+        const int pairs = (head_dim + 1) / 2, pair = index % pairs;
+        head = index / pairs;
+        turns = pair < rotation.num_pairs;
+        const bool neox = turns && rotation.neox;
+        first = neox ? pair : 2 * pair;
+        second = neox ? pair + rotation.num_pairs : 2 * pair + 1;
+        sine = cosine = 0.f;
+        if (!turns) return;
         sincosf(static_cast<float>(rotation.positions[n]) * rotation.inv_freq[pair], &sine, &cosine);
         sine *= rotation.magnitude;
         cosine *= rotation.magnitude;
-        const float turned = a * cosine - b * sine;
-        b = b * cosine + a * sine;
+    }
+};
+
+// Turns a pair in place; a key goes into the cache as well.
+DEVICE void rotate(const Heads& heads, const Pair& pair, const Cache& cache, int n, int head_dim, int slot) {
+    float* x = heads.x + static_cast<size_t>(n) * heads.stride + pair.head * head_dim;
+    float a = x[pair.first], b = pair.second < head_dim ? x[pair.second] : 0.f;
+    if (pair.turns) {
+        const float turned = a * pair.cosine - b * pair.sine;
+        b = b * pair.cosine + a * pair.sine;
         a = turned;
-        x[first] = a;
-        x[second] = b;
+        x[pair.first] = a;
+        x[pair.second] = b;
     }
     if (slot < 0) return;
-    u8* page = cache.page(cache.k, slot, head, key_width(head_dim));
-    kv_store(page, cache.type, key_index(slot % PAGE_TOKENS, first), a);
-    if (second < head_dim) kv_store(page, cache.type, key_index(slot % PAGE_TOKENS, second), b);
+    u8* page = cache.page(cache.k, slot, pair.head, key_width(head_dim));
+    kv_store(page, cache.type, key_index(slot % PAGE_TOKENS, pair.first), a);
+    if (pair.second < head_dim) kv_store(page, cache.type, key_index(slot % PAGE_TOKENS, pair.second), b);
 }
 
 // Rotates the heads of q and k in place and stores k and v, each part optional. Grid (rows, blocks): a thread does one
@@ -160,25 +175,26 @@ KERNEL __launch_bounds__(256)
 rope_and_store(const Heads q, const Heads k, const Heads v, const Rotation rotation, const Cache cache, int head_dim,
                const int* num_rows) {
     grid_release_dependents();
+    const int n = blockIdx.x, i = blockIdx.y * blockDim.x + threadIdx.x, pairs = (head_dim + 1) / 2;
+    const int num_q = q.num_heads * pairs, num_rotated = num_q + k.num_heads * pairs;
+    if (n >= *num_rows) {
+        grid_wait();
+        return;
+    }
+    const int slot = i >= num_q && cache.slots ? cache.slots[n] : -1;
+    if (i < num_rotated) {
+        const bool is_q = i < num_q;
+        const Pair pair(rotation, n, head_dim, is_q ? i : i - num_q);
+        grid_wait();
+        rotate(is_q ? q : k, pair, cache, n, head_dim, slot);
+        return;
+    }
     grid_wait();
-    const int n = blockIdx.x, pairs = (head_dim + 1) / 2;
-    if (n >= *num_rows) return;
-    int i = blockIdx.y * blockDim.x + threadIdx.x;
-    if (i < q.num_heads * pairs) {
-        rotate_pair(q, rotation, cache, n, head_dim, i, -1);
-        return;
-    }
-    i -= q.num_heads * pairs;
-    const int slot = cache.slots ? cache.slots[n] : -1;
-    if (i < k.num_heads * pairs) {
-        rotate_pair(k, rotation, cache, n, head_dim, i, slot);
-        return;
-    }
-    i -= k.num_heads * pairs;
-    if (slot < 0 || i >= v.num_heads * cache.value_dim) return;
-    const int head = i / cache.value_dim, d = i % cache.value_dim;
+    const int element = i - num_rotated;
+    if (slot < 0 || element >= v.num_heads * cache.value_dim) return;
+    const int head = element / cache.value_dim, d = element % cache.value_dim;
     u8* page = cache.page(cache.v, slot, head, value_width(cache.value_dim));
-    kv_store(page, cache.type, value_index(slot % PAGE_TOKENS, d), v.x[static_cast<size_t>(n) * v.stride + i]);
+    kv_store(page, cache.type, value_index(slot % PAGE_TOKENS, d), v.x[static_cast<size_t>(n) * v.stride + element]);
 }
 
 // Keys and values into a Q8 cache, a warp a block of 32: scale = max|x| / 127 kept as f16, codes rounded half away from
@@ -186,10 +202,9 @@ rope_and_store(const Heads q, const Heads k, const Heads v, const Rotation rotat
 KERNEL __launch_bounds__(256)
 store_q8(const Heads k, const Heads v, const Cache cache, int key_dim, const int* num_rows) {
     grid_release_dependents();
-    grid_wait();
     const int n = blockIdx.x, lane = threadIdx.x % 32, keys = k.num_heads * key_dim / Q8_VALUES;
-    if (n >= *num_rows) return;
-    const int index = blockIdx.y * 8 + threadIdx.x / 32, slot = cache.slots[n];
+    const int index = blockIdx.y * 8 + threadIdx.x / 32, slot = n < *num_rows ? cache.slots[n] : -1;
+    grid_wait();
     if (slot < 0 || index >= keys + v.num_heads * cache.value_dim / Q8_VALUES) return;
     const bool is_key = index < keys;
     const int column = (is_key ? index : index - keys) * Q8_VALUES + lane, dim = is_key ? key_dim : cache.value_dim;
@@ -213,9 +228,10 @@ KERNEL __launch_bounds__(256)
 finish(const float* product, int product_stride, const float* bias, float* out, int out_stride, int columns, int half,
        int flags, const int* num_rows, const Activations to) {
     grid_release_dependents();
+    const int rows = *num_rows;
     grid_wait();
     const int n = blockIdx.y, quad = blockIdx.x * blockDim.x + threadIdx.x;
-    if (n >= *num_rows || quad >= padded_quads(columns)) return;
+    if (n >= rows || quad >= padded_quads(columns)) return;
     const float* from = product + static_cast<size_t>(n) * product_stride;
     float4 y = load_quad(from, quad, columns);
     float* values[4] = {&y.x, &y.y, &y.z, &y.w};
@@ -242,18 +258,20 @@ KERNEL __launch_bounds__(256)
 add(const float* x, int x_stride, const float* y, int y_stride, float* out, int out_stride, int columns,
     const int* num_rows) {
     grid_release_dependents();
+    const int rows = *num_rows;
     grid_wait();
     const int n = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (n >= *num_rows || i >= columns) return;
+    if (n >= rows || i >= columns) return;
     out[static_cast<size_t>(n) * out_stride + i] =
         x[static_cast<size_t>(n) * x_stride + i] + y[static_cast<size_t>(n) * y_stride + i];
 }
 
 KERNEL __launch_bounds__(256) softcap(float* x, int stride, int columns, float cap, const int* num_rows) {
     grid_release_dependents();
+    const int rows = *num_rows;
     grid_wait();
     const int n = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (n >= *num_rows || i >= columns) return;
+    if (n >= rows || i >= columns) return;
     float* at = x + static_cast<size_t>(n) * stride + i;
     *at = cap * tanhf(*at / cap);
 }
@@ -262,9 +280,10 @@ KERNEL __launch_bounds__(256)
 gather_rows(const float* x, int x_stride, const int* indices, float* out, int out_stride, int columns,
             const int* num_rows) {
     grid_release_dependents();
+    const int rows = *num_rows;
     grid_wait();
     const int n = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (n >= *num_rows || i >= columns) return;
+    if (n >= rows || i >= columns) return;
     out[static_cast<size_t>(n) * out_stride + i] = x[static_cast<size_t>(indices[n]) * x_stride + i];
 }
 
@@ -288,9 +307,10 @@ argmax(const float* x, int stride, int columns, int* out, int out_stride, RowMax
     __shared__ u64 bests[8];
     __shared__ int finite[8];
     grid_release_dependents();
+    const int rows = *num_rows;
     grid_wait();
     const int n = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (n >= *num_rows) return;
+    if (n >= rows) return;
     u64 best = 0;
     int any_finite = 0;
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < columns; i += gridDim.x * blockDim.x) {
