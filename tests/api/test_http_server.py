@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from lamina.coordinator.cli import http_server
 from lamina.coordinator.cli.http_server import HttpServer, address_of, bind
 from lamina.spec.address import Address
+from lamina.spec.errors import InvalidConfig
 
 
 class Endless(Response):
@@ -29,6 +30,26 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
+def test_a_name_listens_on_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`localhost` is two addresses where IPv6 is on, and clients may try either."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+    found += [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in ("127.0.0.2", "192.0.2.1")]
+    monkeypatch.setattr(http_server.socket, "getaddrinfo", lambda *_, **__: found)
+    bound = bind(Address("localhost", 0))
+    try:
+        assert [one.getsockname()[0] for one in bound] == ["127.0.0.1", "127.0.0.2"]  # the third is not here
+        assert {one.getsockname()[1] for one in bound} == {address_of(bound).port}
+        for one in bound:
+            with socket.socket() as client:
+                client.connect(one.getsockname())
+        monkeypatch.setattr(http_server.socket, "getaddrinfo", lambda *_, **__: found[:1])
+        with pytest.raises(InvalidConfig, match="choose another --port"):
+            bind(address_of(bound))
+    finally:
+        for one in bound:
+            one.close()
+
+
 def test_a_client_that_does_not_read_is_dropped_at_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -42,7 +63,7 @@ def test_a_client_that_does_not_read_is_dropped_at_the_end(
     async def scene() -> None:
         bound = bind(Address("127.0.0.1", 0))
         server = HttpServer(app, bound)
-        serving = asyncio.create_task(server.run_on_socket())
+        serving = asyncio.create_task(server.run_on_sockets())
         with socket.create_connection((address_of(bound).host, address_of(bound).port)) as client:
             client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             await asyncio.sleep(0.3)  # every buffer on the way is full

@@ -117,7 +117,7 @@ class LivePage:
                 self._loop = asyncio.get_running_loop()
                 self._server = HttpServer(self.api.app, self._bound)
                 self._started.set()
-                await self._server.run_on_socket()
+                await self._server.run_on_sockets()
 
             self.api.pipeline.next_done = answer_slowly  # type: ignore[method-assign]
             self.api.run(serve())

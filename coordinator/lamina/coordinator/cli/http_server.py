@@ -1,8 +1,9 @@
 """uvicorn inside our own loop: our signals, our socket, errors as ours."""
 
 import asyncio
+import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import uvicorn
@@ -16,9 +17,9 @@ _GRACE_S = 5.0  # for connections that are still open once everything was answer
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an app on a bound socket until `should_exit`; leaves signals to whoever owns the process."""
+    """Serves an app on bound sockets until `should_exit`; leaves signals to whoever owns the process."""
 
-    def __init__(self, app: FastAPI, bound: socket.socket) -> None:
+    def __init__(self, app: FastAPI, bound: Sequence[socket.socket]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -30,11 +31,11 @@ class HttpServer(uvicorn.Server):
                 ws="none",
             )
         )
-        self._bound = bound
+        self._bound = [*bound]
 
-    async def run_on_socket(self) -> None:
+    async def run_on_sockets(self) -> None:
         """Until `should_exit` is set and what is open has ended."""
-        await self.serve(sockets=[self._bound])
+        await self.serve(sockets=self._bound)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn does, but a client that does not read what it is sent loses its connection, not its request.
@@ -55,26 +56,41 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def bind(address: Address) -> socket.socket:
-    """A listening socket. Raises InvalidConfig if the port is taken or the address is not this machine's."""
+def bind(address: Address) -> tuple[socket.socket, ...]:
+    """Listening sockets, one for every address that the host's name has (`localhost` may have two), on one port.
+
+    Raises InvalidConfig if the port is taken or the first address is not this machine's.
+    """
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise InvalidConfig(f"cannot listen on {address}: {error.strerror or error}") from None
+    bound: list[socket.socket] = []
+    for family, host in dict.fromkeys((family, where[0]) for family, _, _, _, where in found):
+        try:
+            bound.append(_listening(family, str(host), address_of(bound).port if bound else address.port))
+        except OSError as error:
+            if bound and error.errno == errno.EADDRNOTAVAIL:
+                continue  # a name with an address of a family that is switched off here
+            for opened in bound:
+                opened.close()
+            raise InvalidConfig(f"cannot listen on {address}: {error.strerror}; choose another --port") from None
+    return tuple(bound)
+
+
+def _listening(family: int, host: str, port: int) -> socket.socket:
+    bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(where)
+        bound.bind((host, port))
         bound.listen(_BACKLOG)
-    except OSError as error:
+    except OSError:
         bound.close()
-        raise InvalidConfig(f"cannot listen on {address}: {error.strerror}; choose another --port") from None
+        raise
     return bound
 
 
-def address_of(bound: socket.socket) -> Address:
-    """Where a bound socket listens."""
-    host, port = bound.getsockname()[:2]
+def address_of(bound: Sequence[socket.socket]) -> Address:
+    """Where bound sockets listen, by the first."""
+    host, port = bound[0].getsockname()[:2]
     return Address(host, port)

@@ -57,7 +57,7 @@ async def serve(model: ModelFile, session: SessionSettings, settings: ServeSetti
     joins = None if addresses_of(session) else await JoinServer.start(settings.join_listen)
     for line in announcement(settings.model_name, address_of(bound), joins.address if joins else None):
         console.print(line, highlight=False, soft_wrap=True)
-    serving = asyncio.create_task(server.run_on_socket())
+    serving = asyncio.create_task(server.run_on_sockets())
     keeping = asyncio.create_task(keeper.keep(joins, settings.num_workers))
     watching = asyncio.create_task(service.cluster.run())
     stopping = asyncio.create_task(stop.wait())
