@@ -1,5 +1,6 @@
 """What only a real card can show: other threads beside a capture, memory over many captures, events, pinned memory."""
 
+import os
 import threading
 from collections.abc import Iterator
 
@@ -8,7 +9,7 @@ import pytest
 
 from lamina.kernels import ops
 from lamina.kernels.backend import GraphError
-from lamina.kernels.buffer import StepShape
+from lamina.kernels.buffer import DType, StepShape
 from lamina.kernels.cuda.backend import CudaBackend
 from lamina.spec.quant import GgmlType
 from support import op_oracle
@@ -17,6 +18,20 @@ from support.backends import BACKENDS, Bench, create_or_skip
 pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
+
+
+def used_bytes() -> int:
+    """GPU memory of this very process by the driver's books, or of all processes if it keeps none (as in a container)."""
+    import pynvml
+    import torch
+
+    pynvml.nvmlInit()
+    running = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0))
+    mine = [process.usedGpuMemory for process in running if process.pid == os.getpid()]
+    if len(mine) == 1 and mine[0]:
+        return int(mine[0])
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
 
 
 @pytest.fixture
@@ -79,7 +94,7 @@ def _linears(bench: Bench, args: ops.Args, count: int) -> None:
 
 
 def test_captures_leave_no_memory_behind(bench: Bench) -> None:
-    """C-15: a hundred recordings made, replayed and destroyed take less than 16 MiB, for decode and prefill alike."""
+    """C-15: a hundred recordings a round made, replayed and destroyed take less than 16 MiB, for decode and prefill alike."""
     args, _ = _small_step(bench, 300)
 
     def cycle() -> None:
@@ -92,10 +107,13 @@ def test_captures_leave_no_memory_behind(bench: Bench) -> None:
         bench.backend.synchronize()
 
     cycle()
-    before = bench.backend.device_facts().free_bytes
-    for _ in range(33):
-        cycle()
-    assert before - bench.backend.device_facts().free_bytes < 16 * MIB
+    grown = []  # by round: a leak grows in each, another process's memory comes and goes
+    for _ in range(4):
+        before = used_bytes()
+        for _ in range(33):
+            cycle()
+        grown.append(used_bytes() - before)
+    assert min(grown) < 16 * MIB, grown
 
 
 def test_a_second_thread_binds_and_launches(bench: Bench) -> None:
@@ -152,6 +170,8 @@ def test_the_card_describes_itself(bench: Bench) -> None:
     assert facts.kind == "cuda"
     assert "cuda:0" in facts.name
     assert 0 < facts.free_bytes <= facts.total_bytes
-    buffer = bench.output(1024, 1024)
-    assert facts.free_bytes - bench.backend.device_facts().free_bytes >= 4 * MIB
-    bench.backend.free(buffer)
+    free_of_limit = CudaBackend(max_memory_bytes=64 * MIB)
+    buffer = free_of_limit.alloc((1024, 1024), DType.F32)
+    assert free_of_limit.device_facts().free_bytes == 60 * MIB
+    free_of_limit.free(buffer)
+    free_of_limit.close()
