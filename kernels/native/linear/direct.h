@@ -43,6 +43,39 @@ LAMINA_INLINE I32x16 dot_groups(const U8x64* codes, const uint8_t* act, int c, I
   return dot.finish();
 }
 
+// The same for columns kBegin and on: kDotCols of them side by side, so that each group is loaded once for all of them.
+// Calls use(c, dot) for every column.
+template <Codes kCodes, int kCount, int kNumCols, int kBegin, class Start, class Use>
+LAMINA_INLINE void dot_side_by_side(const U8x64* codes, const uint8_t* act, Start start, Use use) {
+  constexpr int kRounds = (kNumCols + kDotCols - 1) / kDotCols;
+  constexpr int kWidth = (kNumCols + kRounds - 1) / kRounds;
+  constexpr int kEnd = kBegin + kWidth < kNumCols ? kBegin + kWidth : kNumCols;
+  Dot<kCodes> dots[kEnd - kBegin];
+  LAMINA_UNROLL
+  for (int c = kBegin; c < kEnd; ++c) dots[c - kBegin].start(start(c));
+  LAMINA_UNROLL
+  for (int g = 0; g < kCount; ++g) {
+    LAMINA_UNROLL
+    for (int c = kBegin; c < kEnd; ++c) {
+      const Act4 values = load_act(reinterpret_cast<const int8_t*>(act) + (g * kNumCols + c) * 4);
+      dots[c - kBegin].add(g, kCount, codes[g], values);
+    }
+  }
+  LAMINA_UNROLL
+  for (int c = kBegin; c < kEnd; ++c) use(c, dots[c - kBegin].finish());
+  if constexpr (kEnd < kNumCols) dot_side_by_side<kCodes, kCount, kNumCols, kEnd>(codes, act, start, use);
+}
+
+template <Codes kCodes, int kCount, int kNumCols, class Start, class Use>
+LAMINA_INLINE void dot_columns(const U8x64* codes, const uint8_t* act, Start start, Use use) {
+  if constexpr (kDotCols > 1 && kNumCols > 1) {
+    dot_side_by_side<kCodes, kCount, kNumCols, 0>(codes, act, start, use);
+  } else {
+    LAMINA_UNROLL
+    for (int c = 0; c < kNumCols; ++c) use(c, dot_groups<kCodes, kCount, kNumCols>(codes, act, c, start(c)));
+  }
+}
+
 template <int kPlane>
 LAMINA_INLINE I32x16 initial(const uint8_t* act, int num_cols, int entry) {
   if constexpr (kPlane == 0) return zero_i32();
@@ -67,17 +100,15 @@ static void direct_block32(const DirectArgs& a) {
       U8x64 codes[kGroups];
       decode_sub<kType>(data, codes);
       const F32x16 scale = block_scale<kType>(super, sub);
-      LAMINA_UNROLL
-      for (int c = 0; c < n; ++c) {
-        const I32x16 init = initial<block_init_plane(f)>(act, n, sub * n + c);
-        const I32x16 dot = dot_groups<codes_of(f), kGroups, n>(codes, act + sub * kSubCols * n, c, init);
+      const auto start = [&](int c) LAMINA_LAMBDA { return initial<block_init_plane(f)>(act, n, sub * n + c); };
+      dot_columns<codes_of(f), kGroups, n>(codes, act + sub * kSubCols * n, start, [&](int c, I32x16 dot) LAMINA_LAMBDA {
         const F32x16 both = mul(scale, broadcast_f32(act + block32::kScales * n + (sub * n + c) * 4));
         acc[c] = fma(to_float(dot), both, acc[c]);
         if constexpr (f.has_min) {
           const F32x16 sum = broadcast_f32(act + block32::kSums * n + (sub * n + c) * 4);
           acc[c] = fma(block_min(super, sub, num_subs), sum, acc[c]);
         }
-      }
+      });
     }
     super = data;
     act += n * block32::kBytes;
@@ -141,12 +172,9 @@ LAMINA_INLINE void add_sub(const uint8_t* super, const uint8_t* data, const uint
     const int index = sub * kPerSub + part;
     const I32x16 scale = super_scale<kType>(super, index);
     const F32x16 float_scale = to_float(scale);
-    LAMINA_UNROLL
-    for (int c = 0; c < n; ++c) {
-      const I32x16 init = initial<super_init_plane(f)>(act, n, index * n + c);
-      const uint8_t* values = act + index * f.scale_group * n;
-      sums[c].add(scale, float_scale, dot_groups<codes_of(f), kCount, n>(codes + part * kCount, values, c, init));
-    }
+    const auto start = [&](int c) LAMINA_LAMBDA { return initial<super_init_plane(f)>(act, n, index * n + c); };
+    const auto use = [&](int c, I32x16 dot) LAMINA_LAMBDA { sums[c].add(scale, float_scale, dot); };
+    dot_columns<codes_of(f), kCount, n>(codes + part * kCount, act + index * f.scale_group * n, start, use);
   }
 }
 

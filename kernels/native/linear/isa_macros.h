@@ -4,10 +4,12 @@
 #if defined(LAMINA_LINEAR_PORTABLE)
 #define LAMINA_INLINE_MEMBER inline
 #define LAMINA_INLINE static inline
+#define LAMINA_LAMBDA
 #define LAMINA_UNROLL
 #else
 #define LAMINA_INLINE_MEMBER inline __attribute__((always_inline))
 #define LAMINA_INLINE static inline __attribute__((always_inline))
+#define LAMINA_LAMBDA __attribute__((always_inline))
 #if defined(__clang__)
 #define LAMINA_UNROLL _Pragma("clang loop unroll(full)")
 #else

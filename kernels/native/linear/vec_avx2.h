@@ -14,9 +14,10 @@ struct Pairs { __m256i v[2]; };
 using Act4 = __m256i;
 
 constexpr int kSignedBias = 0;
-constexpr int kDirectCols = 4;
+constexpr int kDirectCols = 8;
 constexpr int kStripTiles = 1;
 constexpr int kGroupCols = 4;
+constexpr int kDotCols = 4;
 
 LAMINA_INLINE __m256i load_256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 LAMINA_INLINE void store_256(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
@@ -69,6 +70,8 @@ constexpr int groups_in_16_bits(Codes codes) {
   return codes == Codes::kU4 ? 8 : codes == Codes::kU5 ? 4 : codes == Codes::kU6 ? 2 : 1;
 }
 
+// Sums are pinned to registers after each step (by an empty asm): otherwise GCC computes the products of all groups
+// before it adds any, and spills them.
 template <Codes kCodes>
 struct Dot {
   I32x16 sum;
@@ -80,16 +83,29 @@ struct Dot {
     constexpr int kFit = groups_in_16_bits(kCodes);
     LAMINA_UNROLL
     for (int i = 0; i < 2; ++i) {
-      const __m256i products = kCodes == Codes::kS8
-                                   ? _mm256_maddubs_epi16(_mm256_abs_epi8(codes.v[i]), _mm256_sign_epi8(act, codes.v[i]))
-                                   : _mm256_maddubs_epi16(codes.v[i], act);
-      narrow[i] = index % kFit == 0 ? products : _mm256_add_epi16(narrow[i], products);
-      if (index % kFit == kFit - 1 || index == count - 1) {
-        sum.v[i] = _mm256_add_epi32(sum.v[i], _mm256_madd_epi16(narrow[i], _mm256_set1_epi16(1)));
+      if constexpr (kCodes == Codes::kS8) {
+        add_signed(sum.v[i], codes.v[i], act);
+      } else {
+        const __m256i products = _mm256_maddubs_epi16(codes.v[i], act);
+        narrow[i] = index % kFit == 0 ? products : _mm256_add_epi16(narrow[i], products);
+        asm("" : "+x"(narrow[i]));
+        if (index % kFit == kFit - 1 || index == count - 1) {
+          sum.v[i] = _mm256_add_epi32(sum.v[i], _mm256_madd_epi16(narrow[i], _mm256_set1_epi16(1)));
+          asm("" : "+x"(sum.v[i]));
+        }
       }
     }
   }
   LAMINA_INLINE_MEMBER I32x16 finish() const { return sum; }
+
+ private:
+  // |codes| x (act with the sign of codes). One asm, for the same reason.
+  LAMINA_INLINE_MEMBER static void add_signed(__m256i& sum, __m256i codes, Act4 act) {
+    __m256i product;
+    asm("vpsignb %2, %3, %1\n\tvpmaddubsw %1, %4, %1\n\tvpmaddwd %5, %1, %1\n\tvpaddd %1, %0, %0"
+        : "+x"(sum), "=&x"(product)
+        : "x"(codes), "x"(act), "x"(_mm256_abs_epi8(codes)), "x"(_mm256_set1_epi16(1)));
+  }
 };
 
 LAMINA_INLINE I32x16 both_i32(__m256i v) { return {{v, v}}; }

@@ -18,6 +18,7 @@ constexpr int kSignedBias = 0;
 constexpr int kDirectCols = 4;
 constexpr int kStripTiles = 1;
 constexpr int kGroupCols = 4;
+constexpr int kDotCols = 1;
 
 template <class Result, class Function>
 LAMINA_INLINE Result each4(Function function) {
