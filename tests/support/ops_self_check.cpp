@@ -1,7 +1,8 @@
-// Compares one instruction set's ops with the portable ones: norm, rotation, softcap, argmax, and attention over every
-// KV dtype with odd head counts, windows, caps and sinks. For machines that Python tests do not reach (an emulator of
-// another architecture). Argument: the instruction set's number. Prints each error; exits with the number of those too
-// large.
+// Compares one instruction set's ops with the portable ones: norm, rotation, softcap, argmax, sampling, and attention
+// over every KV dtype with odd head counts, windows, caps and sinks. For machines that Python tests do not reach (an
+// emulator of another architecture). Argument: the instruction set's number. Prints each error; exits with the number
+// of those too large.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -10,6 +11,7 @@
 
 #include "isa.h"
 #include "kv_layout.h"
+#include "select.h"
 #include "team.h"
 
 namespace {
@@ -64,6 +66,7 @@ std::vector<float> run(Isa isa, KvType type, const Rule& rule, std::vector<float
   OpDesc write = op(OpKind::kKvWrite), norm = op(OpKind::kRmsNorm), angles = op(OpKind::kRopeTable),
          rope = op(OpKind::kRope);
   OpDesc attention = op(OpKind::kAttention), cap = op(OpKind::kSoftcap), argmax = op(OpKind::kArgmax);
+  OpDesc sample = op(OpKind::kSample);
   write.kv_write = {matrix(k, kKvHeads * kKeyDim), matrix(v, kKvHeads * kValueDim), matrix(slots, 1), &cache};
   norm.rms_norm = {matrix(q, kHeads * kKeyDim), matrix(q, kHeads * kKeyDim), gain.data(), kKeyDim, 1e-5f};
   angles.rope_table = {matrix(positions, 1), inv_freq.data(), table.data(), 20, 1.1f};
@@ -80,12 +83,19 @@ std::vector<float> run(Isa isa, KvType type, const Rule& rule, std::vector<float
                          rule.window};
   cap.softcap = {matrix(out, kHeads * kValueDim), 0.7f};
   argmax.argmax = {matrix(out, kHeads * kValueDim), matrix(*best, 1)};
+  std::vector<float> params;  // every filter, over the rows
+  for (int i = 0; i < kRows; ++i) {
+    const float row[] = {i % 5 == 0 ? 0.0f : 0.2f, i % 3 == 0 ? 20.0f : 0.0f, i % 2 == 0 ? 0.8f : 1.0f,
+                         i % 4 == 1 ? 0.1f : 0.0f, i % 7 == 2 ? 1.5f : 0.0f,  (i + 0.37f) / kRows};
+    params.insert(params.end(), row, row + 6);
+  }
+  sample.sample = {matrix(out, kHeads * kValueDim), matrix(params, 6), matrix(*best, 1)};
   Team team(isa, 2, false);
-  team.reserve(attention_own_bytes(kKeyDim, kValueDim),
+  team.reserve(std::max(attention_own_bytes(kKeyDim, kValueDim), sample_own_bytes(kHeads * kValueDim)),
                attention_shared_bytes(2, kHeads / kKvHeads, kValueDim, kBlocks));
-  const OpDesc ops[] = {norm, angles, rope, attention, cap, argmax};
+  const OpDesc ops[] = {norm, angles, rope, attention, cap, argmax, sample};
   if (team.replay(&write, 1, {kTokens, 1, 0}, 2, nullptr) != Status::kOk ||
-      team.replay(ops, 6, {kRows, 1, 0}, 2, nullptr) != Status::kOk) {
+      team.replay(ops, 7, {kRows, 1, 0}, 2, nullptr) != Status::kOk) {
     std::printf("a replay failed\n");
   }
   release(pages, kBlocks * kv_block_bytes(type, kKvHeads, kKeyDim, kValueDim));

@@ -4,6 +4,7 @@
 
 #include "isa.h"
 #include "kv_layout.h"
+#include "select.h"
 #include "team.h"
 
 #define LAMINA_API extern "C" __attribute__((visibility("default")))
@@ -60,6 +61,8 @@ LAMINA_API size_t lamina_attention_own_bytes(int key_dim, int value_dim) {
 LAMINA_API size_t lamina_attention_shared_bytes(int num_threads, int group, int value_dim, int max_blocks) {
   return attention_shared_bytes(num_threads, group, value_dim, max_blocks);
 }
+
+LAMINA_API size_t lamina_sample_own_bytes(int columns) { return sample_own_bytes(columns); }
 
 LAMINA_API int lamina_kv_supports(int type, int key_dim, int value_dim) {
   return kv_supports(static_cast<KvType>(type), key_dim, value_dim);

@@ -4,6 +4,7 @@
 
 #include "half.h"
 #include "kv_layout.h"
+#include "select.h"
 #include "worker.h"
 
 namespace lamina::LAMINA_NS {
@@ -13,6 +14,7 @@ constexpr int kStrip = 1;
 
 #include "elementary.inc"
 #include "ops.inc"
+#include "sample.inc"
 #include "kv_write.inc"
 #include "attention_kernels.inc"
 #include "attention_chunk.inc"
@@ -20,6 +22,6 @@ constexpr int kStrip = 1;
 #include "probe.inc"
 
 extern const OpTable kTable;
-const OpTable kTable{probe, rms_norm, rope, kv_write, attention, add, softcap, argmax};
+const OpTable kTable{probe, rms_norm, rope, kv_write, attention, add, softcap, argmax, sample};
 
 }  // namespace lamina::LAMINA_NS

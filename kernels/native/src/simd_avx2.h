@@ -70,6 +70,12 @@ inline V keep_lanes(V v, int lo, int hi, float fill) {
   return {_mm256_blendv_ps(f, v.a, a), _mm256_blendv_ps(f, v.b, b)};
 }
 
+inline uint32_t at_least(V x, float limit) {
+  const __m256 l = _mm256_set1_ps(limit);
+  const int a = _mm256_movemask_ps(_mm256_cmp_ps(x.a, l, _CMP_GE_OQ));
+  return static_cast<uint32_t>(a | _mm256_movemask_ps(_mm256_cmp_ps(x.b, l, _CMP_GE_OQ)) << 8);
+}
+
 inline float sum(V x) {
   const __m256 h = _mm256_add_ps(x.a, x.b);
   __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));

@@ -57,6 +57,9 @@ inline V keep_lanes(V a, int lo, int hi, float fill) {
   return {_mm512_mask_mov_ps(_mm512_set1_ps(fill), keep, a.v)};
 }
 
+// Bit i: lane i is at least `limit`.
+inline uint32_t at_least(V a, float limit) { return _mm512_cmp_ps_mask(a.v, _mm512_set1_ps(limit), _CMP_GE_OQ); }
+
 // Sum and maximum over the lanes, by halves: i with i + 8, then + 4, + 2, + 1.
 inline float sum(V a) {
   const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));

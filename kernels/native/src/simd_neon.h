@@ -96,6 +96,14 @@ inline V keep_lanes(V v, int lo, int hi, float fill) {
   });
 }
 
+inline uint32_t at_least(V x, float limit) {
+  static constexpr uint32_t kBits[4] = {1, 2, 4, 8};
+  const uint32x4_t bits = vld1q_u32(kBits);
+  uint32_t mask = 0;
+  for (int i = 0; i < 4; ++i) mask |= vaddvq_u32(vandq_u32(vcgeq_f32(x.v[i], vdupq_n_f32(limit)), bits)) << (4 * i);
+  return mask;
+}
+
 inline float sum(V x) {
   const float32x4_t q = vaddq_f32(vaddq_f32(x.v[0], x.v[2]), vaddq_f32(x.v[1], x.v[3]));
   const float32x2_t d = vadd_f32(vget_low_f32(q), vget_high_f32(q));

@@ -98,6 +98,14 @@ inline V keep_lanes(V v, int lo, int hi, float fill) {
   return load(lanes);
 }
 
+inline uint32_t at_least(V x, float limit) {
+  float lanes[16];
+  store(lanes, x);
+  uint32_t mask = 0;
+  for (int i = 0; i < 16; ++i) mask |= static_cast<uint32_t>(lanes[i] >= limit) << i;
+  return mask;
+}
+
 inline float sum(V x) {
   const F4 half = (x.q[0] + x.q[2]) + (x.q[1] + x.q[3]);
   return (half[0] + half[2]) + (half[1] + half[3]);

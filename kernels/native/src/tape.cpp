@@ -116,6 +116,7 @@ void run_op(const OpDesc& op, const StepShape& shape, Isa isa, const OpTable& ta
     case OpKind::kSoftcap: return table.softcap(op.softcap, num_rows, worker);
     case OpKind::kGatherRows: return gather_rows(op.gather_rows, num_rows, worker);
     case OpKind::kArgmax: return table.argmax(op.argmax, num_rows, worker);
+    case OpKind::kSample: return table.sample(op.sample, num_rows, worker);
   }
 }
 

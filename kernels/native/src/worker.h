@@ -58,6 +58,7 @@ struct OpTable {
   void (*add)(const AddArgs&, int num_rows, Worker&);
   void (*softcap)(const SoftcapArgs&, int num_rows, Worker&);
   void (*argmax)(const ArgmaxArgs&, int num_rows, Worker&);
+  void (*sample)(const SampleArgs&, int num_rows, Worker&);
 };
 
 // The table of an instruction set, or null if this build lacks it.

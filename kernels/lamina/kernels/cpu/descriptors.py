@@ -8,7 +8,7 @@ from ctypes import Structure, Union, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from typing import ClassVar
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 Fields = list[tuple[str, type]]
 
@@ -36,6 +36,7 @@ class OpKind(IntEnum):
     SOFTCAP = 8
     GATHER_ROWS = 9
     ARGMAX = 10
+    SAMPLE = 11
 
 
 class LinearMode(IntEnum):
@@ -161,6 +162,10 @@ class ArgmaxArgs(Structure):
     _fields_: ClassVar[Fields] = [("x", Matrix), ("out", Matrix)]
 
 
+class SampleArgs(Structure):
+    _fields_: ClassVar[Fields] = [("x", Matrix), ("params", Matrix), ("out", Matrix)]
+
+
 OpArgs = (
     EmbedArgs
     | RmsNormArgs
@@ -173,6 +178,7 @@ OpArgs = (
     | SoftcapArgs
     | GatherRowsArgs
     | ArgmaxArgs
+    | SampleArgs
 )
 
 
@@ -189,6 +195,7 @@ class OpUnion(Union):
         ("softcap", SoftcapArgs),
         ("gather_rows", GatherRowsArgs),
         ("argmax", ArgmaxArgs),
+        ("sample", SampleArgs),
     ]
 
 

@@ -40,6 +40,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "lamina_pack": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, POINTER(PackedPart)]),
     "lamina_unpack_row": (None, [c_int, POINTER(PackedPart), c_int64, c_float, c_void_p]),
     "lamina_attention_own_bytes": (c_size_t, [c_int, c_int]),
+    "lamina_sample_own_bytes": (c_size_t, [c_int]),
     "lamina_attention_shared_bytes": (c_size_t, [c_int, c_int, c_int, c_int]),
     "lamina_kv_supports": (c_int, [c_int, c_int, c_int]),
     "lamina_kv_block_bytes": (c_int64, [c_int, c_int, c_int, c_int]),

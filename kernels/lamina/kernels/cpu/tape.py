@@ -30,6 +30,7 @@ from lamina.kernels.cpu.descriptors import (
     RmsNormArgs,
     RopeArgs,
     RopeTableArgs,
+    SampleArgs,
     SoftcapArgs,
 )
 from lamina.kernels.cpu.memory import CacheMemory, PackedWeight
@@ -201,6 +202,12 @@ class TapeBuilder:
     def argmax(self, o: "_Operands") -> None:
         self._append(OpKind.ARGMAX, o.buffer("out"), o.accesses(), ArgmaxArgs(o.matrix("x"), o.matrix("out")))
 
+    def sample(self, o: "_Operands") -> None:
+        own = self._functions.lamina_sample_own_bytes(o.buffer("x").num_columns)
+        self._own_bytes = max(self._own_bytes, own)
+        args = SampleArgs(o.matrix("x"), o.matrix("params"), o.matrix("out"))
+        self._append(OpKind.SAMPLE, o.buffer("out"), o.accesses(), args)
+
 
 _TRANSLATE: Mapping[str, Callable[[TapeBuilder, "_Operands"], None]] = {
     "embed": TapeBuilder.embed,
@@ -214,6 +221,7 @@ _TRANSLATE: Mapping[str, Callable[[TapeBuilder, "_Operands"], None]] = {
     "softcap": TapeBuilder.softcap,
     "gather_rows": TapeBuilder.gather_rows,
     "argmax": TapeBuilder.argmax,
+    "sample": TapeBuilder.sample,
 }
 
 

@@ -7,7 +7,7 @@
 
 namespace lamina {
 
-constexpr uint32_t kAbiVersion = 1;
+constexpr uint32_t kAbiVersion = 2;
 constexpr int kBlockTokens = 16;
 
 // A row-major matrix; `data` already includes the column offset of a view, `stride` is in elements.
@@ -48,6 +48,7 @@ enum class OpKind : int32_t {
   kSoftcap,
   kGatherRows,
   kArgmax,
+  kSample,
 };
 
 // What an op's row count is read from at replay.
@@ -120,6 +121,11 @@ struct ArgmaxArgs {
   Matrix x, out;
 };
 
+// params [rows][6]: temperature, top_k, top_p, min_p, top_n_sigma, uniform; out holds the argmax on entry.
+struct SampleArgs {
+  Matrix x, params, out;
+};
+
 struct OpDesc {
   OpKind kind;
   Extent extent;
@@ -137,6 +143,7 @@ struct OpDesc {
     SoftcapArgs softcap;
     GatherRowsArgs gather_rows;
     ArgmaxArgs argmax;
+    SampleArgs sample;
   };
 };
 
