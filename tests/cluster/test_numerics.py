@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
+from lamina.kernels.buffer import StepShape
 from lamina.rpc_worker.daemon import Daemon
+from lamina.rpc_worker.stage_model import Outcome
 from lamina.spec.step import FinishReason
 from support.loopback import SETTINGS, Cluster, Talk, TinyModel, next_done, run_scene, running_worker
 
@@ -20,15 +21,16 @@ def spoil_next_step(daemon: Daemon, row: int, value: float) -> None:
     (runtime,) = daemon.registry
     model = runtime.stage._model
     assert model is not None
-    real = model.hidden
+    real = model.collect
 
-    def spoilt(num_rows: int) -> NDArray[np.float32]:
-        del model.hidden  # type: ignore[attr-defined]
-        hidden = real(num_rows).copy()
+    def spoilt(shape: StepShape) -> Outcome:
+        del model.collect  # type: ignore[attr-defined]
+        outcome = real(shape)
+        hidden = outcome.values.copy()
         hidden[row] = value
-        return hidden
+        return replace(outcome, values=hidden)
 
-    model.hidden = spoilt  # type: ignore[method-assign]
+    model.collect = spoilt  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

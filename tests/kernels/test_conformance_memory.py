@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
+from numpy.typing import NDArray
 
 from lamina.kernels.backend import Unsupported
 from lamina.kernels.buffer import DType, Extent
@@ -43,6 +44,57 @@ def test_upload_and_download_are_exact(computing: Bench, dtype: DType) -> None:
     assert np.array_equal(values[:2], raw[:2] + raw.dtype.type(1))
     assert np.array_equal(values[2:7], raw[2:])
     assert not values[7:].any()
+
+
+def page_locked(bench: Bench, values: NDArray[np.generic]) -> NDArray[np.generic]:
+    """The values in memory that asynchronous copies may use."""
+    if not bench.backend.capabilities.pinned_memory:
+        return values.copy()
+    place = bench.backend.alloc_pinned(values.nbytes).view(values.dtype).reshape(values.shape)
+    place[...] = values
+    return place
+
+
+def test_asynchronous_copies_keep_the_order_of_the_stream(computing: Bench) -> None:
+    """B-10: up, within the device, down again, and nobody waits but for the event at the end."""
+    backend = computing.backend
+    raw = computing.rng.integers(0, 100, (7, 5)).astype(np.int32)
+    first, second = (backend.alloc((9, 5), DType.I32) for _ in range(2))
+    found = page_locked(computing, np.zeros((9, 5), np.int32))
+    event = backend.create_event() if backend.capabilities.events else None
+    backend.upload_async(first, page_locked(computing, raw))
+    backend.copy(first, second, 7)
+    backend.download_async(second, found)
+    if event is not None:
+        backend.record_event(event)
+        backend.wait_event(event)
+        assert backend.event_done(event)
+    assert np.array_equal(found[:7], raw)
+    assert not found[7:].any()
+
+
+def test_parts_and_rows_are_views(computing: Bench) -> None:
+    """Several buffers side by side in one: one transfer fills them, ops and copies see each alone."""
+    backend = computing.backend
+    whole = backend.alloc((30,), DType.I32)
+    ids = whole.part(2, (4,), DType.I32, Extent.ROWS)
+    table = whole.part(7, (3, 5), DType.I32, Extent.SEQS)
+    halves = whole.part(24, (2, 2), DType.F32, Extent.ROWS)
+    values = np.arange(30, dtype=np.int32)
+    values[24:28] = np.array([0.5, -1.5, 2.0, 3.0], np.float32).view(np.int32)
+    backend.upload(whole, values)
+    assert backend.download(ids, 4).tolist() == [2, 3, 4, 5]
+    assert backend.download(table, 3).tolist() == (7 + np.arange(15)).reshape(3, 5).tolist()
+    assert backend.download(halves, 2).tolist() == [[0.5, -1.5], [2.0, 3.0]]
+    backend.copy(table.rows(2, 3), table.rows(0, 1), 1)
+    backend.copy(ids.rows(0, 2), ids.rows(2, 4), 2)
+    assert backend.download(whole, 12).tolist() == [0, 1, 2, 3, 2, 3, 6, 17, 18, 19, 20, 21]
+    for wrong in ((27, (4,), DType.I32), (-1, (2,), DType.I32), (16, (3, 5), DType.I32), (0, (2,), DType.F16)):
+        with pytest.raises(ValueError, match="are not within a buffer of"):
+            whole.part(*wrong, Extent.FIXED)
+    for start, stop in ((2, 5), (1, 1), (-1, 1)):
+        with pytest.raises(ValueError, match="are not within a buffer of"):
+            table.rows(start, stop)
 
 
 def test_float32_is_rounded_into_smaller_buffers(computing: Bench) -> None:

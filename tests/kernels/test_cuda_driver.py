@@ -63,6 +63,18 @@ class FakeLibrary:
         self.launches.append((tuple(config._obj.grid), config._obj.block[0], config._obj.num_attributes))
         return self._status("launch")
 
+    def cuMemcpyHtoDAsync_v2(self, device: Any, host: Any, count: Any, stream: Any) -> int:  # noqa: N802
+        self.launches.append(("up", device.value, host.value, count.value, stream.value))
+        return self._status("up")
+
+    def cuMemcpyDtoHAsync_v2(self, host: Any, device: Any, count: Any, stream: Any) -> int:  # noqa: N802
+        self.launches.append(("down", host.value, device.value, count.value, stream.value))
+        return self._status("down")
+
+    def cuMemcpyDtoDAsync_v2(self, target: Any, source: Any, count: Any, stream: Any) -> int:  # noqa: N802
+        self.launches.append(("within", target.value, source.value, count.value, stream.value))
+        return self._status("within")
+
     def cuGetErrorName(self, status: Any, name: Any) -> int:  # noqa: N802
         name._obj.value = b"CUDA_ERROR_INJECTED"
         return 0
@@ -74,6 +86,25 @@ def _driver(library: FakeLibrary, *, dependent_launch: bool = False) -> Driver:
 
 def _launch(driver: Driver) -> None:
     driver.launch(0x77, (3, 2, 1), 64, 0, (ctypes.c_void_p * 1)())
+
+
+def test_copies_name_their_ends_and_the_stream() -> None:
+    """B-10: addresses beyond 32 bits, in the order that the driver's functions take them."""
+    library = FakeLibrary()
+    driver = _driver(library)
+    host, device, other = 0x7FFF_0000_1000, 0xFE_0000_2000, 0xFE_0000_3000
+    driver.upload(device, host, 12)
+    driver.download(host, device, 5 << 32)
+    driver.copy(device, other, 7)
+    assert library.launches == [
+        ("up", device, host, 12, 0x55),
+        ("down", host, device, 5 << 32, 0x55),
+        ("within", other, device, 7, 0x55),
+    ]
+    driver = _driver(FakeLibrary("up", "down", "within"))
+    for copy in (driver.upload, driver.download, driver.copy):
+        with pytest.raises(CudaError, match="failed: CUDA_ERROR_INJECTED"):
+            copy(0x1000, 0x2000, 4)
 
 
 def test_a_graph_lives_until_it_is_destroyed() -> None:

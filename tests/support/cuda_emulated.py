@@ -142,6 +142,12 @@ class EmulatedDevice:
     def download(self, span: Span) -> Bytes:
         return self._view(span).copy()
 
+    def upload_async(self, span: Span, values: np.ndarray) -> None:
+        self.upload(span, values.view(np.uint8).reshape(span.num_rows, span.row_bytes))
+
+    def download_async(self, span: Span, target: np.ndarray) -> None:
+        target[...] = self.download(span).view(target.dtype).reshape(target.shape)
+
     def copy(self, source: Span, target: Span) -> None:
         self._view(target)[...] = self._view(source)
 
@@ -199,6 +205,9 @@ class EmulatedDevice:
     def record_event(self, event: Any) -> None: ...
 
     def wait_event(self, event: Any) -> None: ...
+
+    def event_done(self, event: Any) -> bool:
+        return True
 
     def close(self) -> None:
         for memory in self._live.values():

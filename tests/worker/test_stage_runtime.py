@@ -9,6 +9,7 @@ import pytest
 
 from lamina.rpc_worker.device_thread import Worker
 from lamina.rpc_worker.stage import LaunchedStep, StageFacts, StageResult
+from lamina.rpc_worker.stage_model import Outcome
 from lamina.rpc_worker.stage_runtime import StageKey, StageRuntime
 from lamina.rpc_worker.step_queue import ReadyStep
 from lamina.spec.errors import InvalidPlan, LaminaError, StaleEpoch, Unavailable, WorkerLost
@@ -45,7 +46,7 @@ class FakeStage:
     max_launched = 1
 
     def launch(self, ready: ReadyStep) -> LaunchedStep:
-        return LaunchedStep(ready, 0.0)
+        return LaunchedStep(ready, Outcome(np.zeros(0), None), 0.0)  # type: ignore[arg-type]
 
     def is_done(self, launched: LaunchedStep) -> bool:
         return True

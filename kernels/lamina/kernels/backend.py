@@ -40,6 +40,7 @@ class Capabilities:
     streams: bool = False
     events: bool = False
     pinned_memory: bool = False
+    asynchronous: bool = False  # launches and the `_async` copies return before they are done; events tell when
     batch_invariant: bool = False  # a token's result does not depend on its company
     kv_dtypes: frozenset[DType] = frozenset({DType.F32})
     compute_dtype: str = "f32"  # that large matrix products multiply in unless `set_compute` says otherwise
@@ -136,6 +137,20 @@ class Backend(ABC):
     @abstractmethod
     def download(self, buffer: Buffer, num_rows: int) -> NDArray[np.generic]:
         """The first rows on the host, in a fresh array; waits for work that writes them."""
+
+    def upload_async(self, buffer: Buffer, values: NDArray[np.generic]) -> None:
+        """Copy host values of the buffer's own dtype into its first rows, in stream order.
+
+        `values` are contiguous in memory of `alloc_pinned` and stay as they are until an event recorded later is done.
+        """
+        self.upload(buffer, values)
+
+    def download_async(self, buffer: Buffer, target: NDArray[np.generic]) -> None:
+        """Copy the first len(target) rows to the host, in stream order: there once an event recorded later is done.
+
+        `target` is contiguous, of the buffer's own dtype, in memory of `alloc_pinned`.
+        """
+        target[...] = self.download(buffer, len(target))
 
     @abstractmethod
     def copy(self, source: Buffer, target: Buffer, num_rows: int) -> None:
@@ -275,6 +290,10 @@ class Backend(ABC):
 
     def wait_event(self, event: Event) -> None:
         """Block the calling thread until the event's work is done."""
+        raise Unsupported(f"{self.name} has no events")
+
+    def event_done(self, event: Event) -> bool:
+        """Whether `wait_event` would return at once."""
         raise Unsupported(f"{self.name} has no events")
 
     def close(self) -> None:

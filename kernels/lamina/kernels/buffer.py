@@ -120,6 +120,24 @@ class Buffer:
             raise ValueError(f"columns [{start}:{stop}] are not within a buffer of shape {self.shape}")
         return replace(self, shape=(self.shape[0], stop - start), offset=self.offset + start)
 
+    def part(self, start: int, shape: tuple[int, ...], dtype: DType, extent: Extent) -> "Buffer":
+        """The elements from `start` on of a one-dimensional buffer as a buffer of its own; no copy.
+
+        `dtype` may be another of the same size.
+        """
+        stride = shape[1] if len(shape) == 2 else 1
+        count = shape[0] * stride
+        if len(self.shape) != 1 or start < 0 or start + count > self.shape[0] or dtype.itemsize != self.dtype.itemsize:
+            raise ValueError(f"{count} {dtype.value} values from {start} on are not within a buffer of {self.shape}")
+        return Buffer(shape, dtype, extent, self.storage, stride, self.offset + start)
+
+    def rows(self, start: int, stop: int) -> "Buffer":
+        """The view [start:stop] of the leading dimension, which then is meant as it stands; no copy."""
+        if not 0 <= start < stop <= self.shape[0]:
+            raise ValueError(f"rows [{start}:{stop}] are not within a buffer of shape {self.shape}")
+        shape = (stop - start, *self.shape[1:])
+        return replace(self, shape=shape, extent=Extent.FIXED, offset=self.offset + start * self.row_stride)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostTensor:

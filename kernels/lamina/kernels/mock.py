@@ -42,11 +42,15 @@ class LaunchRecord:
 
 
 class _Storage:
-    """Identity of an allocation; `uploaded` are the integers last uploaded, kept for i32 buffers only."""
+    """Identity of an allocation; `uploaded` are the integers last uploaded, kept for i32 buffers only.
 
-    __slots__ = ("uploaded",)
+    They stand from `first` on, an element of the allocation.
+    """
+
+    __slots__ = ("first", "uploaded")
 
     def __init__(self) -> None:
+        self.first = 0
         self.uploaded: NDArray[np.int32] | None = None
 
 
@@ -93,7 +97,7 @@ class MockBackend(LedgerBackend):
 
     def _upload(self, buffer: Buffer, values: NDArray[np.generic]) -> None:
         if buffer.dtype is DType.I32 and isinstance(buffer.storage, _Storage):
-            buffer.storage.uploaded = values.astype(np.int32)
+            buffer.storage.first, buffer.storage.uploaded = buffer.offset, values.astype(np.int32).reshape(-1)
         self._spend(values.nbytes, 0)
 
     def _download(self, buffer: Buffer, num_rows: int) -> NDArray[np.generic]:
@@ -217,5 +221,6 @@ def _context(args: Args, shape: StepShape, num_rows: int) -> tuple[int, int]:
 
 def _uploaded(value: object) -> NDArray[np.int32] | None:
     if isinstance(value, Buffer) and isinstance(value.storage, _Storage):
-        return value.storage.uploaded
+        storage, begin = value.storage, value.offset - value.storage.first
+        return None if storage.uploaded is None or begin < 0 else storage.uploaded[begin:]
     return None

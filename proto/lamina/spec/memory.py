@@ -20,13 +20,18 @@ _ITEM_BYTES = 4  # arena elements are f32 or i32
 
 @dataclass(frozen=True, slots=True)
 class ArenaBuffer:
-    """One arena buffer: `dtype` "f32" or "i32", `extent` what its leading dimension counts ("fixed" = as it stands)."""
+    """One arena buffer: `dtype` "f32" or "i32", `extent` what its leading dimension counts ("fixed" = as it stands).
+
+    Those that are `staged` are written by the host before every step. They lie side by side, in order, so that one
+    transfer brings them all.
+    """
 
     name: str
     rows: int
     columns: int
     dtype: str
     extent: str
+    staged: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -55,27 +60,33 @@ def arena_layout(spec: ModelSpec, layers: LayerRange, settings: StageSettings) -
     """
     owned = spec.layers_of(layers)
     qkv = max(part.query_width + part.key_width + part.value_width for part in (layer.attention for layer in owned))
-    rows, seqs, logit_rows = settings.max_rows, settings.max_seqs, settings.max_logit_rows
+    rows, logit_rows = settings.max_rows, settings.max_logit_rows
     buffers = [
-        ArenaBuffer("positions", rows, 1, "i32", "rows"),
-        ArenaBuffer("row_starts", seqs + 1, 1, "i32", "fixed"),
+        *_staged_layout(spec, layers, settings),
         ArenaBuffer("hidden", rows, spec.hidden, "f32", "rows"),
         ArenaBuffer("norm", rows, spec.hidden, "f32", "rows"),
         ArenaBuffer("qkv", rows, qkv, "f32", "rows"),
         ArenaBuffer("attention", rows, max(layer.attention.output_width for layer in owned), "f32", "rows"),
         ArenaBuffer("gate", rows, max(layer.ffn.intermediate for layer in owned), "f32", "rows"),
     ]
-    for group in spec.cache_groups:
-        buffers.append(ArenaBuffer(f"slots.{group.index}", rows, 1, "i32", "rows"))
-        buffers.append(ArenaBuffer(f"blocks.{group.index}", seqs, settings.max_blocks_per_seq, "i32", "seqs"))
-    if layers.start == 0:
-        buffers.append(ArenaBuffer("tokens", rows, 1, "i32", "rows"))
     if layers.stop == spec.num_layers:
-        buffers.append(ArenaBuffer("logit_rows", logit_rows, 1, "i32", "logit_rows"))
         buffers.append(ArenaBuffer("logit_hidden", logit_rows, spec.hidden, "f32", "logit_rows"))
         buffers.append(ArenaBuffer("logits", logit_rows, spec.vocab_size, "f32", "logit_rows"))
         buffers.append(ArenaBuffer("best", logit_rows, 1, "i32", "logit_rows"))
     return tuple(buffers)
+
+
+def _staged_layout(spec: ModelSpec, layers: LayerRange, settings: StageSettings) -> list[ArenaBuffer]:
+    """What the host writes before every step. Block tables, the largest by far and mostly unused, come last."""
+    rows, seqs, width = settings.max_rows, settings.max_seqs, settings.max_blocks_per_seq
+    items = [("positions", rows, 1, "rows"), ("row_starts", seqs + 1, 1, "fixed")]
+    if layers.start == 0:
+        items.append(("tokens", rows, 1, "rows"))
+    if layers.stop == spec.num_layers:
+        items.append(("logit_rows", settings.max_logit_rows, 1, "logit_rows"))
+    items += [(f"slots.{group.index}", rows, 1, "rows") for group in spec.cache_groups]
+    items += [(f"blocks.{group.index}", seqs, width, "seqs") for group in spec.cache_groups]
+    return [ArenaBuffer(name, count, columns, "i32", extent, staged=True) for name, count, columns, extent in items]
 
 
 def arena_bytes(spec: ModelSpec, layers: LayerRange, settings: StageSettings) -> int:

@@ -71,6 +71,11 @@ class Sampler:
         """Forget all."""
         self._sequences.clear()
 
+    def needs_logits(self, rows: Sequence[tuple[SeqId, int]]) -> bool:
+        """Whether `sample` of these rows needs more than the device's own tokens."""
+        states = [self._sequences.get(seq) for seq, _ in rows]
+        return not all(state is None or state.is_plain_greedy for state in states)
+
     def sample(
         self, rows: Sequence[tuple[SeqId, int]], logits: Logits | Callable[[], Logits], best: Ints | None = None
     ) -> tuple[SampledToken, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.kernels.backend import Backend, GraphMode
-from lamina.kernels.buffer import DType, StepLimits
+from lamina.kernels.buffer import DType, StepLimits, StepShape
 from lamina.rpc_worker.arena import Arena
 from lamina.rpc_worker.grammar import GrammarCompiler
 from lamina.rpc_worker.graph_cache import GraphCache
@@ -16,12 +16,13 @@ from lamina.rpc_worker.kv_pool import KvPool, SequenceTables
 from lamina.rpc_worker.loader import StageLoader, TensorReader
 from lamina.rpc_worker.numerics import Precision
 from lamina.rpc_worker.sampler import Sampler
-from lamina.rpc_worker.stage_model import StageModel, StepArrays
-from lamina.rpc_worker.step_queue import ReadyStep
+from lamina.rpc_worker.stage_model import Outcome, StageModel, StepArrays
+from lamina.rpc_worker.staging import MAX_LAUNCHED
+from lamina.rpc_worker.step_queue import OnDevice, ReadyStep
 from lamina.rpc_worker.weights import StageWeights
 from lamina.spec.checkpoint import TensorIndex
 from lamina.spec.device import GraphCounts
-from lamina.spec.errors import CapacityExceeded, Unavailable
+from lamina.spec.errors import CapacityExceeded, InvalidPlan, Unavailable
 from lamina.spec.ids import SeqId
 from lamina.spec.memory import arena_layout, stage_weight_bytes_on
 from lamina.spec.model import LayerRange, ModelSpec, stage_tensor_names
@@ -42,15 +43,22 @@ class StageResult:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that the device has been given; `start_s` on the clock of time.perf_counter."""
+    """A step that the device has been given; `start_s` on the clock of time.perf_counter.
+
+    If it `needs_logits` on the host, no other may be launched before it is finished. Else `sampled` says in which row
+    of the device's tokens lies that of (sequence, position), for the step launched next.
+    """
 
     ready: ReadyStep
+    outcome: Outcome
     start_s: float
+    needs_logits: bool = False
+    sampled: OnDevice = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """A stage in figures, as of its last change: memory in bytes, what it has done since it was loaded."""
+    """A stage in figures: memory in bytes, what it has done since it was loaded."""
 
     weight_bytes: int = 0
     arena_bytes: int = 0
@@ -64,10 +72,7 @@ class StageFacts:
 
 
 class Stage:
-    """Built by `load`, usable after `allocate_cache`; `free` gives everything back.
-
-    `facts` is what other threads may read: a value that is replaced as a whole, never changed.
-    """
+    """Built by `load`, usable after `allocate_cache`; `free` gives everything back."""
 
     def __init__(
         self,
@@ -94,7 +99,9 @@ class Stage:
         self._sampler = Sampler(spec.vocab_size, grammars)
         # 0, 1, 2, …: what index arrays are cut from, int32 [max(rows, seqs) + 1]
         self._counting = np.arange(max(settings.max_rows, settings.max_seqs) + 1, dtype=np.int32)
-        self.facts = StageFacts()
+        self._memory = StageFacts()  # but for what changes with steps
+        self._num_steps = 0
+        self._busy_s = self._last_end_s = 0.0
 
     def load(self, tensors: TensorIndex, progress: Callable[[int], None]) -> None:
         """Read weights, then allocate the arena. Refuses with numbers before reading what cannot fit (B-42)."""
@@ -173,15 +180,19 @@ class Stage:
         """Forget a sequence."""
         self._tables.remove(seq)
         self._sampler.remove(seq)
-        self._publish(busy_s=0.0)
 
     def reset_sequences(self) -> None:
-        """Forget all sequences: their coordinator is gone."""
+        """Forget all sequences: their coordinator is gone. Waits for what is launched."""
+        self._backend.synchronize()
         self._tables.clear()
         self._sampler.clear()
-        self._publish(busy_s=0.0)
 
-    max_launched = 1  # steps that may be launched and not finished
+    @property
+    def max_launched(self) -> int:
+        """Steps that may be launched and not finished."""
+        # A trial of a recording, and the watch for an overflow of f16, look at every step before the next may run.
+        looks = self._graphs.wants_trials or self._precision.dtype is DType.F16
+        return MAX_LAUNCHED if self._backend.capabilities.asynchronous and not looks else 1
 
     def run(self, ready: ReadyStep) -> StageResult:
         """`launch` and `finish`, waiting in between."""
@@ -190,32 +201,41 @@ class Stage:
     def launch(self, ready: ReadyStep) -> LaunchedStep:
         """Begin a step. Raises InvalidPlan if the plan contradicts what came before, Unavailable without a cache."""
         start_s = time.perf_counter()
-        self._launch(ready)
-        return LaunchedStep(ready, start_s)
+        model, plan = self._loaded_model(), ready.plan
+        outcome = model.collect(self._launch(ready))
+        if not model.is_last:
+            return LaunchedStep(ready, outcome, start_s)
+        rows = [(piece.seq, piece.end) for piece in plan.sampled()]
+        if plan.num_scored or self._sampler.needs_logits(rows):
+            return LaunchedStep(ready, outcome, start_s, needs_logits=True)
+        return LaunchedStep(ready, outcome, start_s, sampled={key: i for i, key in enumerate(rows)})
 
     def is_done(self, launched: LaunchedStep) -> bool:
         """Whether `finish` need not wait for the device."""
-        return True
+        return launched.outcome.transfers.is_done()
 
     def finish(self, launched: LaunchedStep) -> StageResult:
         """What the oldest launched step left, its tokens sampled. Waits for the device."""
-        ready = launched.ready
-        model, plan = self._loaded_model(), ready.plan
+        ready, values = launched.ready, launched.outcome.values
+        launched.outcome.transfers.wait()
+        model = self._loaded_model()
         if model.is_last:
-            result = StageResult(ready, None, self._answer(model, plan), 0)
+            done = self._answer(model, ready.plan, values, needs_logits=launched.needs_logits)
+            result = StageResult(ready, None, done, 0)
         else:
-            hidden = model.hidden(plan.num_rows)
+            hidden = values.astype(np.float32)
             num_bad = int(np.count_nonzero(~np.isfinite(hidden.sum(axis=1))))
             result = StageResult(ready, hidden, None, num_bad)
-        self._publish(busy_s=time.perf_counter() - launched.start_s, num_steps=1)
+        self._count_step(launched.start_s)
         return result
 
-    def _answer(self, model: StageModel, plan: StepPlan) -> StepDone:
+    def _answer(self, model: StageModel, plan: StepPlan, best: NDArray[np.generic], *, needs_logits: bool) -> StepDone:
         rows = [(piece.seq, piece.end) for piece in plan.sampled()]
-        if not plan.num_scored:
-            tokens = self._sampler.sample(rows, lambda: model.logits(len(rows)), model.best(len(rows)))
-            return StepDone(plan.epoch, plan.step, tokens)
+        if not needs_logits:
+            return StepDone(plan.epoch, plan.step, self._sampler.sample(rows, _no_logits, best.astype(np.int32)))
         logits = model.logits(plan.num_logit_rows)
+        if not plan.num_scored:
+            return StepDone(plan.epoch, plan.step, self._sampler.sample(rows, logits, best.astype(np.int32)))
         counts = [(count, piece.want_logits) for piece, count in zip(plan.slices, plan.num_scored, strict=True)]
         is_sampled = np.array([x for count, wanted in counts for x in [False] * count + [True] * wanted], np.bool_)
         tokens = self._sampler.sample(rows, logits[is_sampled])
@@ -227,12 +247,14 @@ class Stage:
         model, plan = self._loaded_model(), ready.plan
         return model.logits(plan.num_logit_rows) if model.is_last else model.hidden(plan.num_rows)
 
-    def _launch(self, ready: ReadyStep) -> None:
+    def _launch(self, ready: ReadyStep) -> StepShape:
         model, plan = self._loaded_model(), ready.plan
         self._tables.apply(plan)
         for copy in plan.block_copies:
             self._loaded_pool().copy_block(copy.group, copy.source, copy.target)
-        self._precision.launch(model, self._arrays(ready))
+        arrays = self._arrays(ready)
+        self._precision.launch(model, arrays)
+        return arrays.shape
 
     def _loaded_model(self) -> StageModel:
         if self._model is None:
@@ -253,29 +275,27 @@ class Stage:
         self._weights.free()
         self._publish_memory()
 
-    def _publish(self, *, busy_s: float, num_steps: int = 0) -> None:
-        """Add what was done to the facts, and count the sequences that have a block table here."""
-        facts = self.facts
-        self.facts = replace(
-            facts,
-            num_steps=facts.num_steps + num_steps,
-            busy_s=facts.busy_s + busy_s,
+    @property
+    def facts(self) -> StageFacts:
+        """The stage now. From any thread: while steps run, numbers may be those before or after the present one."""
+        return replace(
+            self._memory,
+            num_steps=self._num_steps,
+            busy_s=self._busy_s,
             num_sequences=len(self._tables),
             graphs=self._graphs.counts,
             compute_dtype=self._precision.dtype.value,
         )
 
+    def _count_step(self, start_s: float) -> None:
+        """A step that began then has ended. Time in which the step before it was still under way counts once."""
+        end_s = time.perf_counter()
+        self._busy_s += end_s - max(start_s, self._last_end_s)
+        self._last_end_s = end_s
+        self._num_steps += 1
+
     def _publish_memory(self) -> None:
-        self.facts = replace(
-            self.facts,
-            weight_bytes=self.weight_bytes,
-            arena_bytes=self.arena_bytes,
-            cache_bytes=self.cache_bytes,
-            block_bytes=self.block_bytes(),
-            num_sequences=len(self._tables),
-            graphs=self._graphs.counts,
-            compute_dtype=self._precision.dtype.value,
-        )
+        self._memory = StageFacts(self.weight_bytes, self.arena_bytes, self.cache_bytes, self.block_bytes())
 
     @property
     def _limits(self) -> StepLimits:
@@ -301,8 +321,8 @@ class Stage:
             slots.append(table[seq_of_row, positions // block_tokens] * block_tokens + positions % block_tokens)
         wanted = np.fromiter([piece.want_logits for piece in slices], np.bool_, count)
         if ready.plan.num_scored:
-            counts = wanted + np.array(ready.plan.num_scored, np.int32)
-            ends = zip(row_starts[1:], counts, strict=True)
+            num_wanted = wanted + np.array(ready.plan.num_scored, np.int32)
+            ends = zip(row_starts[1:], num_wanted, strict=True)
             logit_rows = np.concatenate([np.arange(end - count, end, dtype=np.int32) for end, count in ends])
         else:
             logit_rows = (row_starts[1:] - 1)[wanted]
@@ -322,6 +342,10 @@ class Stage:
                 f"layers {self._layers} need {(weights + arena) / mib:.1f} MiB (weights {weights / mib:.1f}, arena"
                 f" {arena / mib:.1f}), {free / mib:.1f} MiB are free; give this worker fewer layers or more memory"
             )
+
+
+def _no_logits() -> NDArray[np.float32]:
+    raise InvalidPlan("a sequence was added, or its sampling changed, after a step that samples it was launched")
 
 
 def _widest(spec: ModelSpec, layers: LayerRange) -> tuple[int, int]:

@@ -5,6 +5,7 @@ Owned by the compute thread. It holds no sequence state: where tokens lie comes 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from lamina.kernels.buffer import KvCache, StepShape
 from lamina.rpc_worker.arena import Arena
 from lamina.rpc_worker.graph_cache import GraphCache, Rerun
 from lamina.rpc_worker.rope import rope_magnitude
+from lamina.rpc_worker.staging import MAX_LAUNCHED, StepTransfers
 from lamina.rpc_worker.weights import LayerWeights, StageWeights
 from lamina.spec.model import LayerRange, LayerSpec, ModelSpec
 
@@ -30,13 +32,24 @@ class StepArrays:
     slots: tuple[Ints, ...]  # by cache group [rows]
     blocks: tuple[Ints, ...]  # by cache group [seqs, max blocks]
     logit_rows: Ints  # [rows whose logits are wanted]
-    tokens: Ints | None = None
+    tokens: Ints | None = None  # one of -1 - i is what the step launched before has sampled in its logit row i
     hidden: NDArray[np.float32] | None = None
 
     @property
     def shape(self) -> StepShape:
         """The sizes of this step."""
         return StepShape(len(self.positions), len(self.row_starts) - 1, len(self.logit_rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a launched step leaves: hidden states float32 [rows, H], on the last stage tokens int32 [logit rows].
+
+    `values` are there once `transfers` says so, and until the second next launch.
+    """
+
+    values: NDArray[np.generic]
+    transfers: StepTransfers
 
 
 class StageModel:
@@ -60,16 +73,27 @@ class StageModel:
         self._arena = arena
         self._caches = caches
         self._graphs = graphs
+        self._slots = cycle([StepTransfers(backend, arena) for _ in range(MAX_LAUNCHED)])
+        self._slot = next(self._slots)
         self.is_first = layers.start == 0
         self.is_last = layers.stop == spec.num_layers
 
     def launch(self, step: StepArrays) -> None:
-        """Run one step; `hidden`, or on the last stage `best` and `logits`, then fetch what it left."""
+        """Launch one step; `collect`, or `hidden`, `best` and `logits` at once, fetch what it leaves."""
+        self._slot = next(self._slots)
+        self._slot.wait()
         self._upload(step)
         rerun = None
         if self._graphs.wants_trials:
             rerun = Rerun(lambda: self._upload(step), lambda: self._outputs(step.shape))
         self._graphs.run(self._forward, step.shape, rerun)
+
+    def collect(self, shape: StepShape) -> Outcome:
+        """Have what the step just launched leaves brought to the host, without waiting for it."""
+        name, num_rows = ("best", shape.num_logit_rows) if self.is_last else ("hidden", shape.num_rows)
+        values = self._slot.download(self._arena[name], name, num_rows)
+        self._slot.close()
+        return Outcome(values, self._slot)
 
     def launch_op_by_op(self, step: StepArrays, after_layer: Callable[[int], None] | None = None) -> None:
         """Run one step without recordings; `after_layer` is told each layer's index when its ops are launched."""
@@ -111,18 +135,28 @@ class StageModel:
         return self.logits(step.shape.num_logit_rows) if self.is_last else self.hidden(step.shape.num_rows)
 
     def _upload(self, step: StepArrays) -> None:
-        upload, arena = self._backend.upload, self._arena
-        upload(arena["positions"], step.positions)
-        upload(arena["row_starts"], step.row_starts)
-        for group, (slots, blocks) in enumerate(zip(step.slots, step.blocks, strict=True)):
-            upload(arena[f"slots.{group}"], slots)
-            upload(arena[f"blocks.{group}"], blocks)
+        staged = {"positions": step.positions, "row_starts": step.row_starts}
         if step.tokens is not None:
-            upload(arena["tokens"], step.tokens)
+            staged["tokens"] = np.maximum(step.tokens, 0)
+        if self.is_last:
+            staged["logit_rows"] = step.logit_rows
+        for group, (slots, blocks) in enumerate(zip(step.slots, step.blocks, strict=True)):
+            staged[f"slots.{group}"], staged[f"blocks.{group}"] = slots, blocks
+        self._slot.upload_staged(staged)
         if step.hidden is not None:
-            upload(arena["hidden"], step.hidden)
-        if self.is_last and len(step.logit_rows):
-            upload(arena["logit_rows"], step.logit_rows)
+            self._slot.upload(self._arena["hidden"], "hidden", step.hidden)
+        if step.tokens is not None and step.tokens.min() < 0:
+            self._feed_sampled(step.tokens)
+
+    def _feed_sampled(self, tokens: Ints) -> None:
+        """Copy tokens that only the device knows to where the step reads them, a run of rows at a time."""
+        best, target = self._arena["best"], self._arena["tokens"]
+        rows = np.flatnonzero(tokens < 0)
+        sources = -1 - tokens[rows]
+        ends = np.flatnonzero((np.diff(rows) != 1) | (np.diff(sources) != 1)) + 1
+        for run, run_sources in zip(np.split(rows, ends), np.split(sources, ends), strict=True):
+            count, row, source = len(run), int(run[0]), int(run_sources[0])
+            self._backend.copy(best.rows(source, source + count), target.rows(row, row + count), count)
 
     def _outputs(self, shape: StepShape) -> list[NDArray[np.generic]]:
         """All that a step leaves for others, for comparison."""

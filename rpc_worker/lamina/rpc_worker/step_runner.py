@@ -11,7 +11,7 @@ from functools import partial
 
 from lamina.rpc_worker.device_thread import DeviceThread
 from lamina.rpc_worker.stage import LaunchedStep, Stage, StageResult
-from lamina.rpc_worker.step_queue import StepQueue
+from lamina.rpc_worker.step_queue import OnDevice, StepQueue
 from lamina.spec.errors import LaminaError, StaleEpoch
 from lamina.spec.step import AddSequence
 
@@ -93,7 +93,7 @@ class StepRunner:
             _log.error("the sequences of an epoch that is over could not be forgotten", exc_info=outcome)
 
     def _begin(self) -> bool:
-        if self._stopped or self._failure is not None or len(self._launched) >= self._stage.max_launched:
+        if self._stopped or self._failure is not None or not self._has_room():
             return False
         try:
             for edit in self._queue.pop_edits():
@@ -101,13 +101,21 @@ class StepRunner:
                     self._stage.add_sequence(edit)
                 else:
                     self._stage.remove_sequence(edit.seq)
-            ready = self._queue.pop_ready()
+            ready = self._queue.pop_ready(self._on_device())
             if ready is None:
                 return False
             self._launched.append(self._stage.launch(ready))
         except Exception as error:  # told once the steps before it are
             self._failure = error
         return True
+
+    def _has_room(self) -> bool:
+        launched = self._launched
+        return not launched or (len(launched) < self._stage.max_launched and not launched[-1].needs_logits)
+
+    def _on_device(self) -> OnDevice:
+        """Tokens that a next step can take from the device: those of the step before, where this is the only stage."""
+        return self._launched[-1].sampled if self._launched and self.neighbour is self else {}
 
     def _end(self) -> bool:
         if self._launched:

@@ -93,6 +93,7 @@ class CudaBackend(LedgerBackend):
             streams=False,
             events=True,
             pinned_memory=True,
+            asynchronous=True,
             kv_dtypes=kv_dtypes(),
             compute_dtype=self._planner.compute.value,
             compute_dtypes=tuple(dtype.value for dtype in compute_dtypes(self.device.compute_capability)),
@@ -138,6 +139,27 @@ class CudaBackend(LedgerBackend):
             return np.empty((0, *buffer.shape[1:]), buffer.dtype.host_dtype)
         raw = self.device.download(_rows(buffer, num_rows))
         return np.ascontiguousarray(raw).view(buffer.dtype.host_dtype).reshape(num_rows, *buffer.shape[1:])
+
+    def upload_async(self, buffer: Buffer, values: NDArray[np.generic]) -> None:
+        self._require_usable("upload", buffer)
+        self._require_transferable("upload", buffer, values)
+        self._settle()
+        self.device.upload_async(_rows(buffer, len(values)), values)
+
+    def download_async(self, buffer: Buffer, target: NDArray[np.generic]) -> None:
+        self._require_usable("download", buffer)
+        self._require_transferable("download", buffer, target)
+        self._planner.flush()
+        self.device.download_async(_rows(buffer, len(target)), target)
+
+    def _require_transferable(self, what: str, buffer: Buffer, values: NDArray[np.generic]) -> None:
+        is_whole = buffer.row_stride == buffer.num_columns and values.flags.c_contiguous
+        fits = values.dtype == buffer.dtype.host_dtype and values.shape[1:] == buffer.shape[1:]
+        if not (is_whole and fits and len(values) <= buffer.shape[0]):
+            raise ValueError(
+                f"asynchronous {what} of {values.dtype} {list(values.shape)} and a {buffer.dtype.value} buffer of"
+                f" {list(buffer.shape)}, rows {buffer.row_stride} apart: both must be contiguous and of one dtype"
+            )
 
     def _copy(self, source: Buffer, target: Buffer, num_rows: int) -> None:
         self._settle()
@@ -330,6 +352,9 @@ class CudaBackend(LedgerBackend):
 
     def wait_event(self, event: Event) -> None:
         self.device.wait_event(_handle(event))
+
+    def event_done(self, event: Event) -> bool:
+        return self.device.event_done(_handle(event))
 
     def close(self) -> None:
         self._planner.drop()

@@ -112,6 +112,12 @@ class Device(Protocol):
     def download(self, span: Span) -> Bytes:
         """The span's bytes [num_rows, row_bytes], after the work launched so far."""
 
+    def upload_async(self, span: Span, values: NDArray[np.generic]) -> None:
+        """Page-locked host values into a contiguous span, in stream order; they must not change until then."""
+
+    def download_async(self, span: Span, target: NDArray[np.generic]) -> None:
+        """A contiguous span into page-locked host memory, in stream order."""
+
     def copy(self, source: Span, target: Span) -> None:
         """Device to device, same number of rows and bytes."""
 
@@ -148,6 +154,8 @@ class Device(Protocol):
     def record_event(self, event: Any) -> None: ...
 
     def wait_event(self, event: Any) -> None: ...
+
+    def event_done(self, event: Any) -> bool: ...
 
     def close(self) -> None: ...
 

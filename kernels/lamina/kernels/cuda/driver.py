@@ -72,6 +72,27 @@ class Driver:
         )
         self._require(status, f"{num_bytes} bytes of shared memory")
 
+    def upload(self, address: int, host_address: int, num_bytes: int) -> None:
+        """Page-locked host memory to the device, in stream order."""
+        status = self._library.cuMemcpyHtoDAsync_v2(
+            ctypes.c_ulonglong(address), ctypes.c_void_p(host_address), ctypes.c_size_t(num_bytes), self._stream
+        )
+        self._require(status, "an upload")
+
+    def download(self, host_address: int, address: int, num_bytes: int) -> None:
+        """The device's memory to page-locked host memory, in stream order."""
+        status = self._library.cuMemcpyDtoHAsync_v2(
+            ctypes.c_void_p(host_address), ctypes.c_ulonglong(address), ctypes.c_size_t(num_bytes), self._stream
+        )
+        self._require(status, "a download")
+
+    def copy(self, source: int, target: int, num_bytes: int) -> None:
+        """Within the device, in stream order."""
+        status = self._library.cuMemcpyDtoDAsync_v2(
+            ctypes.c_ulonglong(target), ctypes.c_ulonglong(source), ctypes.c_size_t(num_bytes), self._stream
+        )
+        self._require(status, "a copy")
+
     def capture(self, launch_all: Callable[[], None]) -> "DriverGraph":
         """What `launch_all` launches, as a graph. Raises GraphError; then no capture is open, no graph lost (B-09)."""
         library = self._library

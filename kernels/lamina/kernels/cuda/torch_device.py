@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import torch
 from cupy.cuda import nvrtc
+from numpy.typing import NDArray
 
 from lamina.kernels.backend import Unsupported
 from lamina.kernels.buffer import DType
@@ -112,7 +113,17 @@ class TorchDevice:
         with torch.cuda.stream(self._stream):
             return np.asarray(self._view(span).contiguous().cpu().numpy(), np.uint8)
 
+    def upload_async(self, span: Span, values: NDArray[np.generic]) -> None:
+        self._driver.upload(span.memory.address + span.offset, values.ctypes.data, values.nbytes)
+
+    def download_async(self, span: Span, target: NDArray[np.generic]) -> None:
+        self._driver.download(target.ctypes.data, span.memory.address + span.offset, target.nbytes)
+
     def copy(self, source: Span, target: Span) -> None:
+        if source.contiguous and target.contiguous:
+            addresses = (source.memory.address + source.offset, target.memory.address + target.offset)
+            self._driver.copy(*addresses, source.num_rows * source.row_bytes)
+            return
         with torch.cuda.stream(self._stream):
             self._view(target).copy_(self._view(source))
 
@@ -206,6 +217,9 @@ class TorchDevice:
 
     def wait_event(self, event: Any) -> None:
         event.synchronize()
+
+    def event_done(self, event: Any) -> bool:
+        return bool(event.query())
 
     def close(self) -> None:
         """Unload nothing: modules and cuBLAS belong to the process."""

@@ -36,6 +36,7 @@ def require_within(what: str, values: NDArray[np.int32], stop: int) -> None:
 def rows_of(buffer: Buffer, num_rows: int) -> NDArray[np.generic]:
     """The first rows, as a view."""
     array = storage_of(buffer, np.ndarray)
-    if len(buffer.shape) == 1:
-        return array[:num_rows]
-    return array[:num_rows, buffer.offset : buffer.offset + buffer.shape[1]]
+    size = buffer.dtype.itemsize
+    shape = (num_rows, *buffer.shape[1:])
+    strides = (buffer.row_stride * size, size)[: len(shape)]
+    return np.ndarray(shape, buffer.dtype.host_dtype, array, buffer.offset * size, strides)

@@ -1,0 +1,88 @@
+"""The host's side of a stage's transfers: what a step reads goes up in one piece, what it left comes back.
+
+Owned by the compute thread. Where the device runs asynchronously the memory is page-locked, and there are as many slots
+as steps may be launched and not finished: a slot is written again only when its step is finished. Elsewhere every copy
+is done at once, and one slot serves.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.kernels.backend import Backend, Event
+from lamina.kernels.buffer import Buffer
+from lamina.rpc_worker.arena import Arena, shape_of
+
+Array = NDArray[np.generic]
+MAX_LAUNCHED = 2  # steps on an asynchronous device: one runs while the next waits, so that it never idles
+
+
+class StepTransfers:
+    """One step's slot."""
+
+    def __init__(self, backend: Backend, arena: Arena) -> None:
+        self._backend = backend
+        self._arena = arena
+        self._is_async = backend.capabilities.asynchronous
+        self._event: Event | None = backend.create_event() if self._is_async else None
+        self._host: dict[str, Array] = {}  # by buffer, page-locked; made when first needed
+        self._staged = self._memory(0 if arena.staged is None else 4 * arena.staged.shape[0]).view(np.int32)
+        self._parts: dict[str, tuple[Array, int]] = {}  # by name: its place here, and where it starts
+        start = 0
+        for item in arena.staged_parts:
+            end = start + item.rows * item.columns
+            values = self._staged[start:end].view(arena[item.name].dtype.host_dtype).reshape(shape_of(item))
+            self._parts[item.name] = (values, start)
+            start = end
+
+    def upload_staged(self, values: Mapping[str, Array]) -> None:
+        """The first rows of the staged buffers, in one transfer; what lies between them is whatever it was."""
+        end = 0
+        for name, rows in values.items():
+            place, start = self._parts[name]
+            place[: len(rows)] = rows
+            end = max(end, start + rows.size)
+        if self._arena.staged is not None:
+            self._backend.upload_async(self._arena.staged, self._staged[:end])
+
+    def upload(self, buffer: Buffer, name: str, values: Array) -> None:
+        """The first rows of another buffer of the arena."""
+        if not self._is_async:
+            self._backend.upload(buffer, values)
+            return
+        host = self._host_side(f"{name} in", buffer)[: len(values)]
+        host[...] = values
+        self._backend.upload_async(buffer, host)
+
+    def download(self, buffer: Buffer, name: str, num_rows: int) -> Array:
+        """The first rows of a buffer: there once `is_done`, and until the slot is used again."""
+        if not self._is_async:
+            return self._backend.download(buffer, num_rows)
+        host = self._host_side(f"{name} out", buffer)[:num_rows]
+        if num_rows:
+            self._backend.download_async(buffer, host)
+        return host
+
+    def close(self) -> None:
+        """Everything of this step has been launched."""
+        if self._event is not None:
+            self._backend.record_event(self._event)
+
+    def is_done(self) -> bool:
+        """Whether the device is through with the step."""
+        return self._event is None or self._backend.event_done(self._event)
+
+    def wait(self) -> None:
+        """Until it is."""
+        if self._event is not None:
+            self._backend.wait_event(self._event)
+
+    def _host_side(self, name: str, buffer: Buffer) -> Array:
+        if name not in self._host:
+            num_bytes = int(np.prod(buffer.shape)) * buffer.dtype.itemsize
+            self._host[name] = self._memory(num_bytes).view(buffer.dtype.host_dtype).reshape(buffer.shape)
+        return self._host[name]
+
+    def _memory(self, num_bytes: int) -> NDArray[np.uint8]:
+        return self._backend.alloc_pinned(num_bytes) if self._is_async else np.zeros(num_bytes, np.uint8)

@@ -1,0 +1,106 @@
+"""An emulated GPU that lags behind the host as a real one does: what is launched runs when somebody waits or looks.
+
+Page-locked memory is read and written only then, so a host that writes a transfer's memory too early, or reads it too
+early, computes something else than a synchronous device.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lamina.kernels.cuda.device import Bytes, Call, ExecutableGraph, Memory, Span
+from support.cuda_emulated import EmulatedDevice
+
+
+class _DeferredGraph:
+    def __init__(self, device: "DeferredDevice", graph: ExecutableGraph) -> None:
+        self._device = device
+        self._graph = graph
+
+    def launch(self) -> None:
+        self._device.defer(self._graph.launch)
+
+    def destroy(self) -> None:
+        self._device.synchronize()
+        self._graph.destroy()
+
+
+class DeferredDevice(EmulatedDevice):
+    """`looks` is how often an event has to be asked for until one more piece of work is done."""
+
+    def __init__(self, looks: int = 2) -> None:
+        super().__init__()
+        self.num_waits = 0  # for everything, which a step that runs ahead must not do
+        self.most_waiting = 0
+        self._looks = looks
+        self._num_looks = 0
+        self._num_done = self._num_launched = 0
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._running = False
+
+    def defer(self, work: Callable[[], None]) -> None:
+        self._waiting.append(work)
+        self._num_launched += 1
+        self.most_waiting = max(self.most_waiting, len(self._waiting))
+
+    def _step(self) -> None:
+        self._running = True
+        self._waiting.popleft()()
+        self._running = False
+        self._num_done += 1
+
+    def run(self, call: Call) -> None:
+        if self._running:
+            super().run(call)
+        else:
+            self.defer(lambda: EmulatedDevice.run(self, call))
+
+    def capture(self, calls: Sequence[Call]) -> ExecutableGraph:
+        return _DeferredGraph(self, super().capture(calls))
+
+    def upload_async(self, span: Span, values: np.ndarray) -> None:
+        self.defer(lambda: EmulatedDevice.upload_async(self, span, values))
+
+    def download_async(self, span: Span, target: np.ndarray) -> None:
+        target.view(np.uint8)[...] = 0xA5  # whoever reads too early reads this
+        self.defer(lambda: EmulatedDevice.download_async(self, span, target))
+
+    def copy(self, source: Span, target: Span) -> None:
+        self.defer(lambda: EmulatedDevice.copy(self, source, target))
+
+    def upload(self, span: Span, values: Bytes) -> None:
+        if not self._running:
+            self.synchronize()
+        super().upload(span, values)
+
+    def download(self, span: Span) -> Bytes:
+        if not self._running:
+            self.synchronize()
+        return super().download(span)
+
+    def release(self, memory: Memory) -> None:
+        self.synchronize()
+        super().release(memory)
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+        while self._waiting:
+            self._step()
+
+    def create_event(self) -> Any:
+        return [0]
+
+    def record_event(self, event: Any) -> None:
+        event[0] = self._num_launched
+
+    def wait_event(self, event: Any) -> None:
+        while self._num_done < event[0]:
+            self._step()
+
+    def event_done(self, event: Any) -> bool:
+        self._num_looks += 1
+        if self._waiting and self._num_looks % self._looks == 0:
+            self._step()
+        return bool(self._num_done >= event[0])
