@@ -6,6 +6,7 @@ Owns the table only. Implementations are imported when asked for, so that a CPU 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import cast
 
@@ -89,6 +90,26 @@ def create_backend(
     if selection.passed_over:
         _log.warning("%s", selection.explain())
     return selection.backend
+
+
+def present_devices() -> tuple[str, ...]:
+    """The CPU and every GPU of this machine; without the `cuda` extra there is none."""
+    try:
+        num_gpus = cast(int, import_module("lamina.kernels.cuda.torch_device").num_devices())
+    except ImportError:
+        num_gpus = 0
+    return ("cpu", *(f"cuda:{index}" for index in range(num_gpus)))
+
+
+def cpu_variants() -> dict[str, Callable[[], Backend]]:
+    """One native backend for each instruction set that works here, best first; the reference where none is built."""
+    try:
+        library = import_module("lamina.kernels.cpu.library")
+        names = [isa.name.lower() for isa in library.working_isas()]
+    except Unsupported:
+        return {"cpu (reference)": lambda: _build_reference(DeviceRequest(0, None, None))}
+    module = import_module("lamina.kernels.cpu.backend")
+    return {f"cpu ({name})": partial(module.CpuBackend, isa=name) for name in names}
 
 
 def _parse(device: str) -> tuple[str, int]:

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from lamina.kernels.registry import present_devices
+from lamina.rpc_worker.checkup import run_checkup
 from lamina.rpc_worker.daemon import run_worker
 from lamina.rpc_worker.numerics import COMPUTE_DTYPES
 from lamina.rpc_worker.settings import WorkerSettings, parse_devices
@@ -33,8 +35,9 @@ def _show_version(wanted: bool) -> None:
 @app.command()
 def worker(
     device: Annotated[
-        list[str], typer.Option(help="cpu, cuda, cuda:N; repeat for several devices.", envvar="LAMINA_DEVICE")
-    ] = ["cpu"],  # noqa: B006 (typer copies it)
+        list[str],
+        typer.Option(help="cpu, cuda, cuda:N; repeat for several devices. cpu by default.", envvar="LAMINA_DEVICE"),
+    ] = [],  # noqa: B006 (typer copies it)
     listen: Annotated[
         str, typer.Option(help="host:port to serve on; port 0 picks a free one.", envvar="LAMINA_LISTEN")
     ] = "127.0.0.1:50051",
@@ -77,14 +80,28 @@ def worker(
     log_level: Annotated[
         str, typer.Option(help=f"One of {', '.join(_LOG_LEVELS)}.", envvar="LAMINA_LOG_LEVEL")
     ] = "info",
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Compare the devices (all there are) with the reference, and exit.")
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say which kernels the devices (all there are) run and why, and exit.")
+    ] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="GGUF file for --self-test or --explain.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with --self-test or --explain.")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Serve this machine's devices to a lamina coordinator."""
+    if not (self_test or explain) and (model is not None or as_json):
+        raise InvalidConfig(
+            "--model and --json go with --self-test or --explain: a coordinator says what to serve"
+        )
     settings = WorkerSettings(
         name=name or socket.gethostname().split(".")[0],
-        devices=parse_devices(tuple(device)),
+        devices=parse_devices(tuple(device) or ("cpu",)),
         listen=parse_address(listen, allow_zero=True),
         advertise=parse_address(advertise) if advertise else None,
         join=parse_address(join) if join else None,
@@ -99,6 +116,9 @@ def worker(
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
+    if self_test or explain:
+        names = settings.devices if device else present_devices()
+        raise typer.Exit(run_checkup(settings, names, model, test=self_test, as_json=as_json))
     asyncio.run(run_worker(settings))
 
 

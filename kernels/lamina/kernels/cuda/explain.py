@@ -129,8 +129,10 @@ class CardOnPaper:
 
     def _why(self, kernel: str, operand: object) -> str:
         """What about the card or the type leads there."""
-        if "cuBLAS" in kernel:
-            return f"many rows: tensors are worth decoding; {_compute_reason(self._cc, self._compute)}"
+        if kernel == f"cuBLAS {self._compute.value}":
+            return f"many rows are worth decoding the matrix for; {_compute_reason(self._cc, self._compute)}"
+        if kernel.startswith("cuBLAS"):
+            return "many rows; the matrix is kept in this type"
         match kernel.partition(":")[0]:
             case "linear_dp4a" if self._cc < BYTE_MMA:
                 return "8-bit activations by dp4a: no int8 tensor cores before 7.5"

@@ -46,15 +46,19 @@ class _Kernel:
         self.allowed_shared_bytes = _DEFAULT_SHARED_BYTES
 
 
+def num_devices() -> int:
+    """GPUs that torch sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 class TorchDevice:
     """The index-th GPU. Raises Unsupported if there is none, or if this build cannot run it (B-08)."""
 
     arrays: ModuleType = torch
 
     def __init__(self, index: int = 0) -> None:
-        num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if index >= num_devices:
-            raise Unsupported(f"cuda:{index} is not there: torch sees {num_devices} GPUs")
+        if index >= num_devices():
+            raise Unsupported(f"cuda:{index} is not there: torch sees {num_devices()} GPUs")
         properties = torch.cuda.get_device_properties(index)
         self.name = f"{properties.name} (cuda:{index})"
         self.compute_capability = (int(properties.major), int(properties.minor))
