@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def used_bytes() -> int:
-    """GPU memory of this very process by the driver's books, or of all processes if it keeps none (as in a container)."""
+    """GPU memory of this very process by the driver's books; of all processes if it keeps none, as in containers."""
     import pynvml
     import torch
 
@@ -94,7 +94,7 @@ def _linears(bench: Bench, args: ops.Args, count: int) -> None:
 
 
 def test_captures_leave_no_memory_behind(bench: Bench) -> None:
-    """C-15: a hundred recordings a round made, replayed and destroyed take less than 16 MiB, for decode and prefill alike."""
+    """C-15: a hundred recordings made, replayed and destroyed take less than 16 MiB, decode and prefill alike."""
     args, _ = _small_step(bench, 300)
 
     def cycle() -> None:
