@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lamina.rpc_worker.sampler import Sampler, best_tokens, uniform
+from lamina.kernels import ops
+from lamina.kernels.buffer import DType, Extent, StepShape
+from lamina.kernels.registry import create_backend
+from lamina.rpc_worker.sampler import Sampler, best_tokens, uniforms
 from lamina.spec.errors import InvalidPlan
 from lamina.spec.ids import SeqId
+from lamina.spec.memory import NUM_SAMPLING_PARAMS
 from lamina.spec.sampling import SamplingParams
 from lamina.spec.step import AddSequence, FinishReason, SampledToken
 
@@ -192,15 +196,16 @@ def philox4x64_first_word(key: tuple[int, int], counter: int) -> int:
 @pytest.mark.parametrize("choice", [0, 1, 2**32 - 1])
 @pytest.mark.parametrize("position", [0, 1, 4095, 2**32])
 def test_uniform_is_philox(seed: int, choice: int, position: int) -> None:
-    """Known by its definition: key (seed, choice), counter position + 1 (numpy counts up before it draws), 53 bits."""
-    word = philox4x64_first_word((seed, choice), position + 1)
-    assert uniform(seed, choice, position) == (word >> 11) * 2.0**-53
+    """Known by its definition: key (seed, choice), counter position + 1 (numpy counts up before it draws), 24 bits."""
+    words = [philox4x64_first_word((seed, choice), position + 1 + i) for i in range(3)]
+    assert uniforms(seed, choice, position, 3).tolist() == [(word >> 40) * 2.0**-24 for word in words]
 
 
 def test_uniform_known_values() -> None:
     """Committed, so that a new numpy cannot change texts unnoticed."""
-    found = [uniform(0, 0, 0), uniform(42, 0, 0), uniform(42, 1, 0), uniform(42, 0, 1)]
-    assert found == [0.011546754286331562, 0.8201981478608876, 0.443746921343274, 0.36812845090913937]
+    found = [uniforms(0, 0, 0, 1)[0], uniforms(42, 0, 0, 1)[0], uniforms(42, 1, 0, 1)[0], uniforms(42, 0, 1, 1)[0]]
+    wanted = [0.011546754286331562, 0.8201981478608876, 0.443746921343274, 0.36812845090913937]
+    assert found == [int(value * 2**24) / 2**24 for value in wanted]
 
 
 def draws(params: SamplingParams, logits: Logits, count: int, company: int = 0, choice: int = 0) -> list[int]:
@@ -265,3 +270,96 @@ def test_choices_are_independent() -> None:
     counts = np.bincount(pairs, minlength=VOCAB * VOCAB)
     statistic = ((counts[big] - 4000 * joint[big]) ** 2 / (4000 * joint[big])).sum()
     assert statistic < 63 + 5 * (2 * 63) ** 0.5
+
+
+DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
+ON_THE_HOST = (
+    SamplingParams(temperature=1.0, logit_bias={6: 1.0}),
+    SamplingParams(temperature=1.0, repetition_penalty=1.1),
+    SamplingParams(temperature=1.0, typical_p=0.9),
+    SamplingParams(temperature=1.0, num_logprobs=0),
+)
+
+
+def test_what_the_device_may_draw() -> None:
+    """Temperature and filters travel in the order of ops.SAMPLE_PARAMS; other rows are greedy there."""
+    sampler = sampler_with(addition(0, DRAWN), addition(1), *(addition(2 + i, p) for i, p in enumerate(ON_THE_HOST)))
+    rows = [(SeqId(seq), 2) for seq in (*range(6), 99)]
+    table = sampler.device_params(rows)
+    assert table is not None
+    wanted = [0.8, 0, 0.9, 0, 0, float(uniforms(3, 0, 0, 1)[0])]
+    assert table[0].tolist() == pytest.approx(wanted, rel=1e-7)
+    assert not table[1:, 0].any()
+    assert sampler.device_params(rows[1:]) is None
+    assert not sampler.needs_logits(rows[:2])
+    assert all(sampler.needs_logits([row]) for row in rows[2:6])
+
+
+def test_numbers_are_known_before_the_tokens() -> None:
+    """A step that is launched before the one before it is sampled gets the numbers of its own position; so does one
+    that comes again, and a sequence that was re-planned."""
+    fresh = sampler_with(addition(0, DRAWN))
+    numbers = uniforms(3, 0, 0, 200)
+    for pos in (2, 3, 4, 66, 65, 130, 3):
+        table = fresh.device_params([(SeqId(0), pos)])
+        assert table is not None
+        assert table[0, 5] == numbers[pos - 2]
+    replanned = sampler_with(addition(0, DRAWN, history_ids=(1, 2, 5, 5, 5), num_generated=3))
+    table = replanned.device_params([(SeqId(0), 5)])
+    assert table is not None
+    assert table[0, 5] == numbers[3]
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e300, float("inf")])
+def test_extreme_temperatures_travel_as_float32(temperature: float) -> None:
+    """B-32: neither 0 (which would be greedy by another road) nor infinite."""
+    table = sampler_with(addition(0, SamplingParams(temperature=temperature))).device_params([(SeqId(0), 2)])
+    assert table is not None
+    assert 0 < table[0, 0] < np.inf
+
+
+def test_what_the_device_drew_is_taken() -> None:
+    """A mixed step: logits are fetched for the row that needs them, and only that row is drawn here."""
+    sampler = sampler_with(addition(0, DRAWN), addition(1), addition(2, ON_THE_HOST[0]), addition(3, DRAWN))
+    chosen = np.array([6, 4, 1, -1], np.int32)
+    tokens = sampler.sample([(SeqId(seq), 2) for seq in range(4)], lambda: 50 * rows(1, 1, 5, 1), chosen)
+    assert [token.token for token in tokens] == [6, 4, 5, 0]
+    assert tokens[3].finish is FinishReason.ERROR
+
+
+@pytest.mark.parametrize("kind", ["reference", "cpu"])
+def test_host_and_device_draw_the_same_tokens(kind: str) -> None:
+    """B-31: one distribution and one number give one token, wherever it is drawn."""
+    backend = create_backend(kind)
+    filtered = [
+        DRAWN,
+        SamplingParams(temperature=1.2, seed=8),
+        SamplingParams(temperature=1.0, top_k=20, top_p=0.8, seed=4),
+        SamplingParams(temperature=2.0, min_p=0.05, top_n_sigma=2.0, seed=5),
+        SamplingParams(),
+    ]
+    vocab, count = 700, len(filtered)
+    x = backend.alloc((count, vocab), DType.F32, Extent.LOGIT_ROWS)
+    params = backend.alloc((count, len(ops.SAMPLE_PARAMS)), DType.F32, Extent.LOGIT_ROWS)
+    out = backend.alloc((count,), DType.I32, Extent.LOGIT_ROWS)
+    sampler = Sampler(vocab)
+    for seq, sampling in enumerate(filtered):
+        sampler.add(addition(seq, sampling, stop_ids=frozenset()))
+    rng = np.random.default_rng(2)
+    for pos in range(2, 42):
+        logits = rng.normal(0, 2, (count, vocab)).astype(np.float32)
+        wanted = [(SeqId(seq), pos) for seq in range(count)]
+        table = sampler.device_params(wanted)
+        assert table is not None
+        backend.upload(x, logits)
+        backend.upload(params, table)
+        backend.set_shape(StepShape(count, count, count))
+        ops.argmax(backend, x, out)
+        ops.sample(backend, x, params, out)
+        assert backend.download(out, count).tolist() == [t.token for t in sampler.sample(wanted, logits)]
+    backend.close()
+
+
+def test_the_arena_has_room_for_the_parameters() -> None:
+    """`spec` knows no ops: the width stands there as a number."""
+    assert len(ops.SAMPLE_PARAMS) == NUM_SAMPLING_PARAMS

@@ -16,6 +16,7 @@ from lamina.spec.quant import GgmlType, quant_format
 # Bits per cached value; q8_0 is 32 int8 and an f16 scale.
 KV_BITS: Mapping[str, float] = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5}
 _ITEM_BYTES = 4  # arena elements are f32 or i32
+NUM_SAMPLING_PARAMS = 6  # of a row that the device draws a token from, see `ops.sample`
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,13 @@ def _staged_layout(spec: ModelSpec, layers: LayerRange, settings: StageSettings)
         items.append(("tokens", rows, 1, "rows"))
     if layers.stop == spec.num_layers:
         items.append(("logit_rows", settings.max_logit_rows, 1, "logit_rows"))
+        items.append(("sampling", settings.max_logit_rows, NUM_SAMPLING_PARAMS, "logit_rows"))
     items += [(f"slots.{group.index}", rows, 1, "rows") for group in spec.cache_groups]
     items += [(f"blocks.{group.index}", seqs, width, "seqs") for group in spec.cache_groups]
-    return [ArenaBuffer(name, count, columns, "i32", extent, staged=True) for name, count, columns, extent in items]
+    return [
+        ArenaBuffer(name, count, columns, "f32" if name == "sampling" else "i32", extent, staged=True)
+        for name, count, columns, extent in items
+    ]
 
 
 def arena_bytes(spec: ModelSpec, layers: LayerRange, settings: StageSettings) -> int:

@@ -87,12 +87,14 @@ class GraphCache:
         """Whether `run` should be told how to run a step again."""
         return self._decision.enabled and self._decision.probe
 
-    def run(self, fn: Callable[[], None], shape: StepShape, rerun: Rerun | None = None) -> None:
-        """Run what `fn` launches at this shape; `fn` must launch the same ops whenever it is called.
+    def run(
+        self, fn: Callable[[], None], shape: StepShape, rerun: Rerun | None = None, variant: Hashable = None
+    ) -> None:
+        """Run what `fn` launches at this shape; it must launch the same ops whenever the variant is the same.
 
         Without `rerun` nothing is tried out: a recording on trial is kept unseen.
         """
-        held = self._recording(fn, shape, rerun) if self._decision.enabled else None
+        held = self._recording(fn, shape, rerun, variant) if self._decision.enabled else None
         self._backend.set_shape(shape)
         if held is None:
             fn()
@@ -109,9 +111,13 @@ class GraphCache:
         self._held_bytes = 0
         self._eager.clear()
 
-    def _recording(self, fn: Callable[[], None], shape: StepShape, rerun: Rerun | None) -> _Held | None:
+    def _recording(
+        self, fn: Callable[[], None], shape: StepShape, rerun: Rerun | None, variant: Hashable
+    ) -> _Held | None:
         """The recording that serves this shape, made if need be; None: run it op by op."""
         bucket = self._backend.graph_bucket(shape)
+        if bucket is not None and variant is not None:
+            bucket = (bucket, variant)
         held = self._graphs.get(bucket)
         if held is not None:
             self._graphs.move_to_end(bucket)

@@ -1,7 +1,9 @@
 """The last stage's sampler: from logits to tokens, and the decision that a sequence has ended.
 
 Owned by the compute thread. Per sequence it holds what AddSequence brought and what was generated since; random
-numbers are counter-based, so there is no random state to lose.
+numbers are counter-based, so there is no random state to lose, and a row's number is known before its step is launched.
+That is how the device draws (`device_params`): everything but penalties, bias, grammars, typical_p and
+log-probabilities, which need the row on the host.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.kernels.ops import SAMPLE_PARAMS
 from lamina.rpc_worker import filters
 from lamina.rpc_worker.grammar import GrammarCompiler, GrammarMatcher
 from lamina.spec.errors import InvalidPlan, InvalidRequest, LaminaError, NumericalError
@@ -19,6 +22,9 @@ from lamina.spec.step import AddSequence, FinishReason, SampledToken
 Logits = NDArray[np.float32]
 Ints = NDArray[np.int32]
 _NO_LOGITS: Logits = np.zeros((0, 0), np.float32)
+_GREEDY = (0.0, 0.0, 1.0, 0.0, 0.0)  # SAMPLE_PARAMS without the number
+_TEMPERATURES = (1e-6, 1e30)  # in float32 a lower one might be 0, a higher one is infinite; both count as these (B-32)
+_NUMBERS_AT_ONCE = 64  # making a generator costs as much as these
 
 
 @dataclass
@@ -29,15 +35,29 @@ class _SequenceState:
     ended: bool = False
     matcher: GrammarMatcher | None = None
     failure: str = ""  # why its grammar cannot be used
+    numbers: Logits = field(default_factory=lambda: np.zeros(0, np.float32))  # uniforms ahead
+    first_number: int = 0  # the output position of the first of them
     bias_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     bias: Logits = field(default_factory=lambda: np.zeros(0, np.float32))
 
-    @property
-    def is_plain_greedy(self) -> bool:
-        """Whether argmax of the raw logits is the answer."""
+    def __post_init__(self) -> None:
         p = self.add.sampling
-        has_changes = len(self.bias_ids) or filters.has_penalties(p) or self.add.grammar
-        return p.temperature <= 0 and p.num_logprobs < 0 and not has_changes
+        has_changes = p.logit_bias or filters.has_penalties(p) or self.add.grammar
+        self.is_drawn_on_device = not has_changes and p.num_logprobs < 0 and (p.temperature <= 0 or p.typical_p >= 1)
+        lowest, highest = _TEMPERATURES
+        temperature = min(max(p.temperature, lowest), highest) if p.temperature > 0 else 0.0
+        self.device_row = (temperature, float(p.top_k), p.top_p, p.min_p, p.top_n_sigma)
+        self._num_prompt = len(self.add.history_ids) - self.add.num_generated
+
+    def uniform_at(self, pos: int) -> float:
+        """The random number of the token at this position of the sequence."""
+        position = max(0, pos - self._num_prompt)
+        index = position - self.first_number
+        if not 0 <= index < len(self.numbers):
+            self.first_number = position
+            self.numbers = uniforms(self.add.sampling.seed, self.add.choice, self.first_number, _NUMBERS_AT_ONCE)
+            index = 0
+        return float(self.numbers[index])
 
 
 class Sampler:
@@ -74,15 +94,32 @@ class Sampler:
     def needs_logits(self, rows: Sequence[tuple[SeqId, int]]) -> bool:
         """Whether `sample` of these rows needs more than the device's own tokens."""
         states = [self._sequences.get(seq) for seq, _ in rows]
-        return not all(state is None or state.is_plain_greedy for state in states)
+        return not all(state is None or state.is_drawn_on_device for state in states)
+
+    def device_params(self, rows: Sequence[tuple[SeqId, int]]) -> Logits | None:
+        """What `ops.sample` takes for these rows, float32 [len(rows), SAMPLE_PARAMS]; None if argmax will do for all.
+
+        Rows that need the host are greedy on the device: their argmax tells whether they are finite.
+        """
+        drawn = False
+        table = []
+        for seq, pos in rows:
+            state = self._sequences.get(seq)
+            if state is not None and state.is_drawn_on_device and state.device_row[0] > 0:
+                table.append((*state.device_row, state.uniform_at(pos)))
+                drawn = True
+            else:
+                table.append((*_GREEDY, 0.0))
+        return np.array(table, np.float32).reshape(-1, len(SAMPLE_PARAMS)) if drawn else None
 
     def sample(
-        self, rows: Sequence[tuple[SeqId, int]], logits: Logits | Callable[[], Logits], best: Ints | None = None
+        self, rows: Sequence[tuple[SeqId, int]], logits: Logits | Callable[[], Logits], chosen: Ints | None = None
     ) -> tuple[SampledToken, ...]:
         """One token per row: `rows` are (sequence, position of the new token), logits float32 [len(rows), vocab].
 
-        `logits` may be a function that fetches them from the device; it is called only if some row needs more than its
-        best token. `best` int32 [len(rows)] is the device's argmax, -1 for a row that is not finite.
+        `logits` may be a function that fetches them from the device; it is called only if some row needs them.
+        `chosen` int32 [len(rows)] is what the device drew by `device_params`, -1 for a row that is not finite; without
+        it everything is drawn here.
 
         A sequence that has ended gets token 0, which nobody uses. Non-finite logits end their own sequence with
         FinishReason.ERROR (A-05, B-35), and so does a row of a sequence that was never added.
@@ -90,12 +127,12 @@ class Sampler:
         if not rows:
             return ()
         states = [self._sequences.get(seq) for seq, _ in rows]
-        greedy_only = all(state is None or state.is_plain_greedy for state in states)
+        on_device = [chosen is not None and state is not None and state.is_drawn_on_device for state in states]
         values = _NO_LOGITS
-        if best is None or not greedy_only:
+        if chosen is None or self.needs_logits(rows):
             values = logits() if callable(logits) else logits
-        if best is None:
-            best = best_tokens(values)
+        if chosen is None:
+            chosen = best_tokens(values)
         sampled = []
         for i, ((seq, pos), state) in enumerate(zip(rows, states, strict=True)):
             if state is None:
@@ -103,12 +140,12 @@ class Sampler:
                 sampled.append(SampledToken(seq, pos, 0, finish=FinishReason.ERROR, error=cause))
             elif state.ended:
                 sampled.append(SampledToken(seq, pos, 0))
-            elif best[i] < 0:
+            elif chosen[i] < 0:
                 sampled.append(_fail(state, pos, f"NumericalError: the logits for position {pos} are not finite"))
             elif state.failure:
                 sampled.append(_fail(state, pos, state.failure))
-            elif state.is_plain_greedy:
-                sampled.append(self._advance(state, pos, int(best[i])))
+            elif on_device[i]:
+                sampled.append(self._advance(state, pos, int(chosen[i])))
             else:
                 try:
                     sampled.append(self._sample_row(state, pos, values[i]))
@@ -140,10 +177,8 @@ class Sampler:
             logits[~state.matcher.mask(state.add.stop_ids)] = -np.inf
         if not np.isfinite(logits.max()):
             raise NumericalError(f"bias, penalties or the grammar leave no token to choose for position {pos}")
-        if params.temperature <= 0:
-            token = int(logits.argmax())
-        else:
-            token = filters.draw(logits, params, uniform(params.seed, state.add.choice, state.num_generated))
+        is_greedy = params.temperature <= 0
+        token = int(logits.argmax()) if is_greedy else filters.draw(logits, params, state.uniform_at(pos))
         if params.num_logprobs < 0:
             return self._advance(state, pos, token)
         logprob, top = filters.logprobs(raw, token, params.num_logprobs)
@@ -189,10 +224,12 @@ def best_tokens(logits: Logits) -> Ints:
     return np.where(np.isfinite(logits[np.arange(len(best)), best]), best, -1).astype(np.int32)
 
 
-def uniform(seed: int, choice: int, position: int) -> float:
-    """The random number in [0, 1) of an output position: Philox-4x64 keyed by (seed, choice), counter = position.
+def uniforms(seed: int, choice: int, first: int, count: int) -> Logits:
+    """The random numbers in [0, 1) of output positions from `first`, float32 [count], exact multiples of 2**-24.
 
-    It depends on nothing else, so a sequence is sampled alike at any split, in any company and after any re-plan.
+    Philox-4x64 keyed by (seed, choice), counter = position: they depend on nothing else, so a sequence is sampled alike
+    at any split, in any company and after any re-plan. 24 bits, so that every device gets the very same number.
     """
-    generator = np.random.Philox(key=np.array([seed, choice], np.uint64), counter=position)
-    return float(np.random.Generator(generator).random())
+    generator = np.random.Philox(key=np.array([seed, choice], np.uint64), counter=first)
+    words = generator.random_raw(4 * count)[::4]  # a count of the counter makes four
+    return (words >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)

@@ -327,8 +327,22 @@ class Stage:
         else:
             logit_rows = (row_starts[1:] - 1)[wanted]
         return StepArrays(
-            positions, row_starts, tuple(slots), tuple(blocks), logit_rows, tokens=ready.tokens, hidden=ready.hidden
+            positions,
+            row_starts,
+            tuple(slots),
+            tuple(blocks),
+            logit_rows,
+            tokens=ready.tokens,
+            hidden=ready.hidden,
+            sampling=self._sampling(ready.plan),
         )
+
+    def _sampling(self, plan: StepPlan) -> NDArray[np.float32] | None:
+        """What the device is to draw the step's tokens by; scored rows are among the logit rows, and the host's."""
+        is_last = self._layers.stop == self._spec.num_layers
+        if not is_last or plan.num_scored:
+            return None
+        return self._sampler.device_params([(piece.seq, piece.end) for piece in plan.sampled()])
 
     def _check_fits(self, tensors: TensorIndex) -> None:
         bits = {kind: self._backend.weight_bits(kind) for kind in WEIGHT_TYPES}

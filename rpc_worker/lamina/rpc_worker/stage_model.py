@@ -5,6 +5,7 @@ Owned by the compute thread. It holds no sequence state: where tokens lie comes 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 
 import numpy as np
@@ -34,6 +35,7 @@ class StepArrays:
     logit_rows: Ints  # [rows whose logits are wanted]
     tokens: Ints | None = None  # one of -1 - i is what the step launched before has sampled in its logit row i
     hidden: NDArray[np.float32] | None = None
+    sampling: NDArray[np.float32] | None = None  # [logit rows, SAMPLE_PARAMS]; None: argmax will do for all
 
     @property
     def shape(self) -> StepShape:
@@ -86,7 +88,8 @@ class StageModel:
         rerun = None
         if self._graphs.wants_trials:
             rerun = Rerun(lambda: self._upload(step), lambda: self._outputs(step.shape))
-        self._graphs.run(self._forward, step.shape, rerun)
+        draws = step.sampling is not None
+        self._graphs.run(partial(self._forward, draws=draws), step.shape, rerun, variant="draws" if draws else None)
 
     def collect(self, shape: StepShape) -> Outcome:
         """Have what the step just launched leaves brought to the host, without waiting for it."""
@@ -99,7 +102,7 @@ class StageModel:
         """Run one step without recordings; `after_layer` is told each layer's index when its ops are launched."""
         self._upload(step)
         self._backend.set_shape(step.shape)
-        self._forward(after_layer)
+        self._forward(after_layer, draws=step.sampling is not None)
 
     def first_nonfinite_layer(self, step: StepArrays) -> int | None:
         """The first layer after which a row of the step that came in finite is not; None if there is none."""
@@ -126,7 +129,7 @@ class StageModel:
         return self._backend.download(self._arena["logits"], num_rows).astype(np.float32, copy=False)
 
     def best(self, num_rows: int) -> Ints:
-        """The most likely tokens int32 [rows] of the step just run, -1 where a row is not finite."""
+        """The drawn or most likely tokens int32 [rows] of the step just run, -1 where a row is not finite."""
         return self._backend.download(self._arena["best"], num_rows).astype(np.int32, copy=False)
 
     def run(self, step: StepArrays) -> NDArray[np.float32]:
@@ -135,11 +138,13 @@ class StageModel:
         return self.logits(step.shape.num_logit_rows) if self.is_last else self.hidden(step.shape.num_rows)
 
     def _upload(self, step: StepArrays) -> None:
-        staged = {"positions": step.positions, "row_starts": step.row_starts}
+        staged: dict[str, NDArray[np.generic]] = {"positions": step.positions, "row_starts": step.row_starts}
         if step.tokens is not None:
             staged["tokens"] = np.maximum(step.tokens, 0)
         if self.is_last:
             staged["logit_rows"] = step.logit_rows
+        if step.sampling is not None:
+            staged["sampling"] = step.sampling
         for group, (slots, blocks) in enumerate(zip(step.slots, step.blocks, strict=True)):
             staged[f"slots.{group}"], staged[f"blocks.{group}"] = slots, blocks
         self._slot.upload_staged(staged)
@@ -164,7 +169,7 @@ class StageModel:
             return [self.hidden(shape.num_rows)]
         return [self.hidden(shape.num_rows), self.logits(shape.num_logit_rows), self.best(shape.num_logit_rows)]
 
-    def _forward(self, after_layer: Callable[[int], None] | None = None) -> None:
+    def _forward(self, after_layer: Callable[[int], None] | None = None, *, draws: bool = False) -> None:
         b, arena = self._backend, self._arena
         if self._weights.embedding is not None and self.is_first:
             ops.embed(b, arena["tokens"], self._weights.embedding, arena["hidden"], self._spec.embedding_scale)
@@ -182,6 +187,8 @@ class StageModel:
             if self._spec.final_softcap is not None:
                 ops.softcap(b, arena["logits"], self._spec.final_softcap)
             ops.argmax(b, arena["logits"], arena["best"])
+            if draws:
+                ops.sample(b, arena["logits"], arena["sampling"], arena["best"])
 
     def _attention(self, layer: LayerSpec, weights: LayerWeights, cache: KvCache) -> None:
         b, arena, attention, eps = self._backend, self._arena, layer.attention, self._spec.norm_eps
