@@ -30,16 +30,25 @@ def refusal(*arguments: str) -> str:
         (["--host", "0.0.0.0"], "give --api-key, or say --insecure"),
         (["--join-listen", "0.0.0.0:50050"], "say --insecure"),
         (["--workers", "nonsense"], "host:port"),
-        (["--policy", "best"], "best"),
-        (["--admission", "all"], "all"),
+        (["--policy", "best"], "--policy 'best' is none of fcfs, spf"),
+        (["--admission", "all"], "--admission 'all' is none of optimistic, reserve"),
+        (["--kv-dtype", "q3"], "--kv-dtype 'q3' is none of"),
+        (["--wire-dtype", "q3"], "--wire-dtype 'q3' is none of"),
         (["--context", "1M"], "1048576"),
         (["--max-body", "much"], "much"),
-        (["--log-level", "loud"], "loud"),
+        (["--log-level", "loud"], "--log-level 'loud' is none of"),
         (["--split", "0-3", "--split-file", "x.yaml"], "exclude each other"),
     ],
 )
 def test_serve_refuses_before_it_starts(arguments: list[str], reason: str) -> None:
     assert reason in refusal("serve", str(smollm2_path()), *arguments)
+
+
+def test_values_are_checked_before_the_model_is_read() -> None:
+    """Also one that comes from the environment."""
+    assert "is none of fcfs, spf" in refusal("serve", "nothing.gguf", "--policy", "best")
+    result = CliRunner().invoke(app, ["serve", "nothing.gguf"], env={"LAMINA_ADMISSION": "all"})
+    assert "--admission 'all'" in str(result.exception)
 
 
 def test_no_model_no_server(tmp_path: Path) -> None:

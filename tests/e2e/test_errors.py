@@ -140,7 +140,7 @@ def test_bad_split_file(workers: list[WorkerProcess], tmp_path: Path) -> None:
         (("--top-p", "0"), "top_p"),
         (("--context", "0"), "--context"),
         (("--context", "1M"), "--context"),
-        (("--kv-dtype", "q3"), "kv_dtype"),
+        (("--kv-dtype", "q3"), "--kv-dtype 'q3' is none of f32, f16"),
         (("--workers", "nowhere"), "nowhere"),
     ],
 )

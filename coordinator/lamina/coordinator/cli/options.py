@@ -3,8 +3,9 @@
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,6 +15,24 @@ from lamina.spec.address import Address, parse_address
 from lamina.spec.errors import InvalidConfig, InvalidRequest
 from lamina.spec.placement import GRAPH_MODES, KV_DTYPES, WIRE_DTYPES, StageSettings
 from lamina.spec.sizes import parse_size
+
+
+def one_of(values: Sequence[str], help_: str, envvar: str) -> Any:
+    """An option with a few values: checked before anything is read or dialled, offered by shell completion.
+
+    The command then raises InvalidConfig for another value.
+    """
+
+    def check(parameter: typer.CallbackParam, value: str) -> str:
+        if value.lower() not in values:
+            option = f"--{(parameter.name or '').replace('_', '-')}"
+            raise InvalidConfig(f"{option} {value!r} is none of {', '.join(values)}")
+        return value.lower()
+
+    return typer.Option(
+        help=f"{help_}{', '.join(values)}.", envvar=envvar, callback=check, autocompletion=lambda: [*values]
+    )
+
 
 Model = Annotated[Path, typer.Argument(help="Path of a GGUF file.", show_default=False)]
 Workers = Annotated[str, typer.Option(help="Workers in pipeline order: host:port,host:port,…", envvar="LAMINA_WORKERS")]
@@ -30,17 +49,9 @@ Context = Annotated[
 Parallel = Annotated[
     int, typer.Option(help="Sequences that run at the same time.", envvar="LAMINA_PARALLEL", min=1, max=4096)
 ]
-KvDtype = Annotated[str, typer.Option(help=f"KV cache type: {', '.join(KV_DTYPES)}.", envvar="LAMINA_KV_DTYPE")]
-WireDtype = Annotated[
-    str,
-    typer.Option(help=f"Type of activations between stages: {', '.join(WIRE_DTYPES)}.", envvar="LAMINA_WIRE_DTYPE"),
-]
-CudaGraphs = Annotated[
-    str,
-    typer.Option(
-        help=f"CUDA graphs on workers that leave it open: {', '.join(GRAPH_MODES)}.", envvar="LAMINA_CUDA_GRAPHS"
-    ),
-]
+KvDtype = Annotated[str, one_of(KV_DTYPES, "KV cache type: ", "LAMINA_KV_DTYPE")]
+WireDtype = Annotated[str, one_of(WIRE_DTYPES, "Type of activations between stages: ", "LAMINA_WIRE_DTYPE")]
+CudaGraphs = Annotated[str, one_of(GRAPH_MODES, "CUDA graphs on workers that leave it open: ", "LAMINA_CUDA_GRAPHS")]
 MaxRows = Annotated[
     int, typer.Option(help="Tokens in one step (the prefill budget).", envvar="LAMINA_MAX_ROWS", min=1, max=65536)
 ]
