@@ -64,21 +64,18 @@ def stage_message(runtime: StageRuntime, device: int) -> wpb.LoadedStage:
 
 
 def device_table(profiles: list[DeviceProfile]) -> str:
-    """The table printed at start."""
-    table = Table("device", "name", "free", "total", "kernels", "compute", "KV cache", "graphs", "threads")
+    """What is printed at start: a few lines per device, which fit a terminal of 80 columns whatever its name."""
+    table = Table(box=None, show_header=False, pad_edge=False)
     for profile in profiles:
-        table.add_row(
-            f"{profile.id.index}: {profile.kind}",
-            profile.name,
-            f"{profile.free_bytes / 2**30:.1f} GiB",
-            f"{profile.total_bytes / 2**30:.1f} GiB",
-            profile.kernel,
-            profile.compute_dtype,
-            " ".join(profile.kv_dtypes),
-            "yes" if profile.graphs else "no",
-            str(profile.threads or "-"),
-        )
-    console = Console(file=io.StringIO(), width=120)
+        free, total = (size / 2**30 for size in (profile.free_bytes, profile.total_bytes))
+        table.add_row(f"{profile.id.index}: {profile.kind}", "name", profile.name)
+        table.add_row("", "memory", f"{free:.1f} of {total:.1f} GiB free")
+        threads = f", {profile.threads} thread{'s' * (profile.threads > 1)}" if profile.threads else ""
+        table.add_row("", "kernels", f"{profile.kernel}{threads}")
+        table.add_row("", "compute", f"{profile.compute_dtype}, graphs {'on' if profile.graphs else 'off'}")
+        table.add_row("", "KV cache", " ".join(profile.kv_dtypes))
+    console = Console(file=io.StringIO(), width=80, highlight=False)
     console.print(table)
     output = console.file
-    return output.getvalue() if isinstance(output, io.StringIO) else ""
+    text = output.getvalue() if isinstance(output, io.StringIO) else ""
+    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
