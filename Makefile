@@ -58,11 +58,16 @@ proto: $(VENV)/.dev ## regenerate the gRPC stubs
 
 check: lint type test ## everything CI runs
 
-# The peer of the benchmarks: llama.cpp with its RPC backend, in an environment of its own. Set PEER_CMAKE_ARGS for
-# another instruction set.
+# The peer of the benchmarks: llama.cpp with its RPC backend, in an environment of its own, built for the instruction sets
+# that this machine's CPU has (/proc/cpuinfo). Not GGML_NATIVE: what it was built with is then in the command line.
 PEER_VENV ?= .venv-peer
-PEER_CMAKE_ARGS ?= -DGGML_RPC=ON -DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON \
-  -DGGML_AVX512_BF16=ON
+CPU_FLAGS = $(shell grep -m 1 -E '^flags' /proc/cpuinfo 2>/dev/null)
+cpu_has = $(if $(filter $(1),$(CPU_FLAGS)),-DGGML_$(2)=ON,-DGGML_$(2)=OFF)
+PEER_ISA_ARGS = $(if $(CPU_FLAGS),$(call cpu_has,avx,AVX) $(call cpu_has,avx2,AVX2) $(call cpu_has,fma,FMA) \
+  $(call cpu_has,f16c,F16C) $(call cpu_has,bmi2,BMI2) $(call cpu_has,avx512bw,AVX512) \
+  $(call cpu_has,avx512vbmi,AVX512_VBMI) $(call cpu_has,avx512_vnni,AVX512_VNNI) \
+  $(call cpu_has,avx512_bf16,AVX512_BF16))
+PEER_CMAKE_ARGS ?= -DGGML_RPC=ON -DGGML_NATIVE=OFF $(PEER_ISA_ARGS)
 
 peer: $(PEER_VENV)/.installed ## llama.cpp to compare with (about 5 minutes on two cores)
 

@@ -68,7 +68,7 @@ def rpc_servers(endpoints: Sequence[str], prefixes: Sequence[Sequence[str]]) -> 
 
 
 @contextmanager
-def on_loopback(model: str) -> Iterator[tuple[Contestant, Contestant]]:
+def on_loopback(model: str, report: Report) -> Iterator[tuple[Contestant, Contestant]]:
     """Both systems, loaded, on 127.0.0.1."""
     with ExitStack() as stack:
         endpoints = [f"127.0.0.1:{free_port()}" for _ in range(2)]
@@ -77,7 +77,7 @@ def on_loopback(model: str) -> Iterator[tuple[Contestant, Contestant]]:
             wait_for_port("127.0.0.1", int(endpoint.rpartition(":")[2]))
         workers = [stack.enter_context(closing(Worker(f"bench{i}", threads=1))) for i in range(2)]
         ours, peer = stack.enter_context(closing(start_ours())), stack.enter_context(closing(start_peer()))
-        yield _load(ours, peer, model, [worker.address for worker in workers], endpoints)
+        yield _load(ours, peer, model, report, [worker.address for worker in workers], endpoints)
 
 
 @contextmanager
@@ -103,15 +103,16 @@ def on_two_hosts(model: str, report: Report) -> Iterator[tuple[Contestant, Conte
         hosts.wait_for(1, seen_from_b)
         ours = stack.enter_context(closing(start_ours(prefix=on_a)))
         peer = stack.enter_context(closing(start_peer(prefix=on_a)))
-        yield _load(ours, peer, model, [listen[0], seen_from_a], endpoints)
+        yield _load(ours, peer, model, report, [listen[0], seen_from_a], endpoints)
 
 
 def _load(
-    ours: Contestant, peer: Contestant, model: str, workers: Sequence[str], endpoints: Sequence[str]
+    ours: Contestant, peer: Contestant, model: str, report: Report, workers: Sequence[str], endpoints: Sequence[str]
 ) -> tuple[Contestant, Contestant]:
     path = str(model_path(model))
     ours.ask("load", model=path, workers=list(workers))
     facts = peer.ask("load", model=path, threads=1, servers=list(endpoints), num_ctx=_MAX_CONTEXT)
+    report.facts["peer"] = {"name": "llama.cpp", "version": facts["version"], "system": facts["system"]}
     print(f"rpc: {model}: llama.cpp has its layers on {facts['layers']}", file=sys.stderr)
     return ours, peer
 
@@ -137,7 +138,7 @@ def main() -> None:
                 possible = cases_of(model, quick=args.quick, two_hosts=two_hosts)
                 cases = [case for case in possible if report.wants(name_of(case, prefix))]
                 if cases:
-                    opened = on_two_hosts(model, report) if two_hosts else on_loopback(model)
+                    opened = (on_two_hosts if two_hosts else on_loopback)(model, report)
                     with opened as pair:
                         measure(cases, prefix, pair, report, num_rounds)
     except NoNetwork as error:
