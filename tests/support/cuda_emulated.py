@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -199,10 +200,14 @@ class EmulatedDevice:
     def alloc_pinned(self, num_bytes: int) -> Bytes:
         return np.zeros(num_bytes, np.uint8)
 
-    def create_event(self) -> Any:
-        return object()
+    def create_event(self, *, timed: bool = False) -> Any:
+        return []
 
-    def record_event(self, event: Any) -> None: ...
+    def record_event(self, event: Any) -> None:
+        event[:] = [time.perf_counter()]
+
+    def elapsed_s(self, start: Any, end: Any) -> float:
+        return float(end[0] - start[0])
 
     def wait_event(self, event: Any) -> None: ...
 

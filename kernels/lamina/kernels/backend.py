@@ -280,12 +280,16 @@ class Backend(ABC):
 
     # -- events
 
-    def create_event(self) -> Event:
-        """A point in the default stream to wait for."""
+    def create_event(self, *, timed: bool = False) -> Event:
+        """A point in the default stream to wait for; `timed` ones can be told apart in time."""
         raise Unsupported(f"{self.name} has no events")
 
     def record_event(self, event: Event) -> None:
         """Mark the default stream's present end."""
+        raise Unsupported(f"{self.name} has no events")
+
+    def elapsed_s(self, start: Event, end: Event) -> float:
+        """Seconds on the device between two timed events that are done."""
         raise Unsupported(f"{self.name} has no events")
 
     def wait_event(self, event: Event) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.kernels.backend import Capabilities, DeviceFacts, Unsupported
+from lamina.kernels.backend import Capabilities, DeviceFacts, Event, Unsupported
 from lamina.kernels.buffer import BLOCK_TOKENS, Buffer, DType, Extent, HostTensor, KvCache, StepShape, Weight
 from lamina.kernels.ledger import LedgerBackend, stacked_rows
 from lamina.kernels.ops import Args, OpSpec
@@ -54,6 +54,18 @@ class _Storage:
         self.uploaded: NDArray[np.int32] | None = None
 
 
+class MockEvent(Event):
+    """A point of simulated time."""
+
+    at_s = 0.0
+
+
+def _mock_event(event: Event) -> MockEvent:
+    if not isinstance(event, MockEvent):
+        raise TypeError("Event belongs to another backend")
+    return event
+
+
 class MockBackend(LedgerBackend):
     """See the module docstring. `rates` None: no time passes; `advance` is told the seconds of each op and copy.
 
@@ -73,6 +85,7 @@ class MockBackend(LedgerBackend):
     ) -> None:
         super().__init__()
         self.capabilities = Capabilities(
+            events=True,
             batch_invariant=True,
             kv_dtypes=KV_DTYPES,
             compute_dtype="none",
@@ -140,6 +153,24 @@ class MockBackend(LedgerBackend):
         storage = _Storage()
         self.ledger.add(storage, num_bytes)
         return storage
+
+    # -- events: points of simulated time
+
+    def create_event(self, *, timed: bool = False) -> Event:
+        return MockEvent()
+
+    def record_event(self, event: Event) -> None:
+        _mock_event(event).at_s = self.busy_s
+
+    def elapsed_s(self, start: Event, end: Event) -> float:
+        return _mock_event(end).at_s - _mock_event(start).at_s
+
+    def wait_event(self, event: Event) -> None:
+        _mock_event(event)
+
+    def event_done(self, event: Event) -> bool:
+        _mock_event(event)
+        return True
 
     # -- op launches
 

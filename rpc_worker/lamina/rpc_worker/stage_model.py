@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from lamina.kernels import ops
 from lamina.kernels.backend import Backend
-from lamina.kernels.buffer import KvCache, StepShape
+from lamina.kernels.buffer import Buffer, KvCache, StepShape, Weight
 from lamina.rpc_worker.arena import Arena
 from lamina.rpc_worker.graph_cache import GraphCache, Rerun
 from lamina.rpc_worker.rope import rope_magnitude
 from lamina.rpc_worker.staging import MAX_LAUNCHED, StepTransfers
+from lamina.rpc_worker.tracing import Scope, ScopeKind, no_scope
 from lamina.rpc_worker.weights import LayerWeights, StageWeights
 from lamina.spec.model import LayerRange, LayerSpec, ModelSpec
 
@@ -66,8 +67,9 @@ class StageModel:
         arena: Arena,
         caches: list[KvCache],
         graphs: GraphCache,
+        scope: Scope = no_scope,
     ) -> None:
-        """`caches` has one entry per layer of the range, in order."""
+        """`caches` has one entry per layer of the range, in order; `scope` is told what is being launched."""
         self._backend = backend
         self._spec = spec
         self._owned = spec.layers_of(layers)
@@ -75,6 +77,7 @@ class StageModel:
         self._arena = arena
         self._caches = caches
         self._graphs = graphs
+        self._scope = scope
         self._slots = cycle([StepTransfers(backend, arena) for _ in range(MAX_LAUNCHED)])
         self._slot = next(self._slots)
         self.is_first = layers.start == 0
@@ -170,20 +173,31 @@ class StageModel:
         return [self.hidden(shape.num_rows), self.logits(shape.num_logit_rows), self.best(shape.num_logit_rows)]
 
     def _forward(self, after_layer: Callable[[int], None] | None = None, *, draws: bool = False) -> None:
-        b, arena = self._backend, self._arena
-        if self._weights.embedding is not None and self.is_first:
-            ops.embed(b, arena["tokens"], self._weights.embedding, arena["hidden"], self._spec.embedding_scale)
-        for layer, weights, cache in zip(self._owned, self._weights.layers, self._caches, strict=True):
-            self._attention(layer, weights, cache)
-            self._ffn(layer, weights)
-            if after_layer is not None:
-                after_layer(layer.index)
-        if self._weights.head is not None and self._weights.output_norm is not None:
+        b, arena, scope = self._backend, self._arena, self._scope
+        with scope(ScopeKind.MODEL, self._spec.name):
+            if self._weights.embedding is not None and self.is_first:
+                with scope(ScopeKind.OTHER, "embedding"):
+                    ops.embed(b, arena["tokens"], self._weights.embedding, arena["hidden"], self._spec.embedding_scale)
+            for layer, weights, cache in zip(self._owned, self._weights.layers, self._caches, strict=True):
+                with scope(ScopeKind.LAYER, f"layer {layer.index}"):
+                    with scope(ScopeKind.BLOCK, "attention"):
+                        self._attention(layer, weights, cache)
+                    with scope(ScopeKind.BLOCK, "mlp"):
+                        self._ffn(layer, weights)
+                if after_layer is not None:
+                    after_layer(layer.index)
+            if self._weights.head is not None and self._weights.output_norm is not None:
+                with scope(ScopeKind.BLOCK, "head"):
+                    self._head(self._weights.head, self._weights.output_norm, draws=draws)
+
+    def _head(self, head: Weight, norm: Buffer, *, draws: bool) -> None:
+        b, arena, scope = self._backend, self._arena, self._scope
+        with scope(ScopeKind.OTHER, "head-norm"):
             ops.gather_rows(b, arena["hidden"], arena["logit_rows"], arena["logit_hidden"])
-            ops.rms_norm(
-                b, arena["logit_hidden"], self._weights.output_norm, arena["logit_hidden"], self._spec.norm_eps
-            )
-            ops.linear(b, arena["logit_hidden"], self._weights.head, arena["logits"])
+            ops.rms_norm(b, arena["logit_hidden"], norm, arena["logit_hidden"], self._spec.norm_eps)
+        with scope(ScopeKind.LINEAR, "head-logits"):
+            ops.linear(b, arena["logit_hidden"], head, arena["logits"])
+        with scope(ScopeKind.OTHER, "head-sample"):
             if self._spec.final_softcap is not None:
                 ops.softcap(b, arena["logits"], self._spec.final_softcap)
             ops.argmax(b, arena["logits"], arena["best"])
@@ -191,45 +205,54 @@ class StageModel:
                 ops.sample(b, arena["logits"], arena["sampling"], arena["best"])
 
     def _attention(self, layer: LayerSpec, weights: LayerWeights, cache: KvCache) -> None:
-        b, arena, attention, eps = self._backend, self._arena, layer.attention, self._spec.norm_eps
+        b, arena, scope = self._backend, self._arena, self._scope
+        attention, eps = layer.attention, self._spec.norm_eps
         key_start = attention.query_width
         value_start = key_start + attention.key_width
         qkv = arena["qkv"].columns(0, value_start + attention.value_width)
         query, key = qkv.columns(0, key_start), qkv.columns(key_start, value_start)
         mixed = arena["attention"].columns(0, attention.output_width)
-        ops.rms_norm(b, arena["hidden"], weights.attention_norm, arena["norm"], eps)
-        ops.linear(b, arena["norm"], weights.qkv, qkv)
-        if weights.query_norm is not None and weights.key_norm is not None:
-            ops.rms_norm(b, query, weights.query_norm, query, eps)
-            ops.rms_norm(b, key, weights.key_norm, key, eps)
-        ops.rope(
-            b,
-            qkv.columns(0, value_start),  # query and key heads lie side by side
-            arena["positions"],
-            weights.inv_freq,
-            head_dim=attention.key_dim,
-            layout=attention.rope.layout.value,
-            magnitude=rope_magnitude(attention.rope),
-        )
-        value = qkv.columns(value_start, value_start + attention.value_width)
-        ops.kv_write(b, key, value, arena[f"slots.{layer.cache_group}"], cache)
-        ops.attention(
-            b,
-            query,
-            cache,
-            arena["positions"],
-            arena["row_starts"],
-            arena[f"blocks.{layer.cache_group}"],
-            mixed,
-            scale=attention.scale,
-            window=attention.window or 0,
-            softcap=attention.softcap or 0.0,
-        )
-        ops.linear(b, mixed, weights.output, arena["hidden"], accumulate=True)
+        with scope(ScopeKind.OTHER, "attention-norm"):
+            ops.rms_norm(b, arena["hidden"], weights.attention_norm, arena["norm"], eps)
+        with scope(ScopeKind.LINEAR, "attention-query-key-value"):
+            ops.linear(b, arena["norm"], weights.qkv, qkv)
+        with scope(ScopeKind.OTHER, "attention-rope-cache"):
+            if weights.query_norm is not None and weights.key_norm is not None:
+                ops.rms_norm(b, query, weights.query_norm, query, eps)
+                ops.rms_norm(b, key, weights.key_norm, key, eps)
+            ops.rope(
+                b,
+                qkv.columns(0, value_start),  # query and key heads lie side by side
+                arena["positions"],
+                weights.inv_freq,
+                head_dim=attention.key_dim,
+                layout=attention.rope.layout.value,
+                magnitude=rope_magnitude(attention.rope),
+            )
+            value = qkv.columns(value_start, value_start + attention.value_width)
+            ops.kv_write(b, key, value, arena[f"slots.{layer.cache_group}"], cache)
+        with scope(ScopeKind.ATTENTION, "attention-context"):
+            ops.attention(
+                b,
+                query,
+                cache,
+                arena["positions"],
+                arena["row_starts"],
+                arena[f"blocks.{layer.cache_group}"],
+                mixed,
+                scale=attention.scale,
+                window=attention.window or 0,
+                softcap=attention.softcap or 0.0,
+            )
+        with scope(ScopeKind.LINEAR, "attention-output"):
+            ops.linear(b, mixed, weights.output, arena["hidden"], accumulate=True)
 
     def _ffn(self, layer: LayerSpec, weights: LayerWeights) -> None:
-        b, arena = self._backend, self._arena
+        b, arena, scope = self._backend, self._arena, self._scope
         gate = arena["gate"].columns(0, layer.ffn.intermediate)
-        ops.rms_norm(b, arena["hidden"], weights.ffn_norm, arena["norm"], self._spec.norm_eps)
-        ops.gated_linear(b, arena["norm"], weights.gate_up, gate, layer.ffn.activation.value)
-        ops.linear(b, gate, weights.down, arena["hidden"], accumulate=True)
+        with scope(ScopeKind.OTHER, "mlp-norm"):
+            ops.rms_norm(b, arena["hidden"], weights.ffn_norm, arena["norm"], self._spec.norm_eps)
+        with scope(ScopeKind.LINEAR, "mlp-gate-up"):
+            ops.gated_linear(b, arena["norm"], weights.gate_up, gate, layer.ffn.activation.value)
+        with scope(ScopeKind.LINEAR, "mlp-down"):
+            ops.linear(b, gate, weights.down, arena["hidden"], accumulate=True)

@@ -343,8 +343,11 @@ class CudaBackend(LedgerBackend):
 
     # -- events
 
-    def create_event(self) -> Event:
-        return CudaEvent(self.device.create_event())
+    def create_event(self, *, timed: bool = False) -> Event:
+        return CudaEvent(self.device.create_event(timed=timed))
+
+    def elapsed_s(self, start: Event, end: Event) -> float:
+        return self.device.elapsed_s(_handle(start), _handle(end))
 
     def record_event(self, event: Event) -> None:
         self._planner.flush()

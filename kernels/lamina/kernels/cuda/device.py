@@ -148,8 +148,11 @@ class Device(Protocol):
     def alloc_pinned(self, num_bytes: int) -> Bytes:
         """Zeroed page-locked host memory."""
 
-    def create_event(self) -> Any:
-        """An event for the two below."""
+    def create_event(self, *, timed: bool = False) -> Any:
+        """An event for those below."""
+
+    def elapsed_s(self, start: Any, end: Any) -> float:
+        """Between two timed events that are done."""
 
     def record_event(self, event: Any) -> None: ...
 

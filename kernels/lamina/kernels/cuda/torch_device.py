@@ -213,8 +213,11 @@ class TorchDevice:
         torch.cuda.set_device(self._index)
         self._warm_up_cublas()  # torch keeps a cuBLAS handle per thread, and one cannot be made inside a capture
 
-    def create_event(self) -> Any:
-        return torch.cuda.Event()
+    def create_event(self, *, timed: bool = False) -> Any:
+        return torch.cuda.Event(enable_timing=timed)
+
+    def elapsed_s(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) / 1e3
 
     def record_event(self, event: Any) -> None:
         event.record(self._stream)
