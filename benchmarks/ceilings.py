@@ -19,7 +19,7 @@ class NoCompiler(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Best of several runs on a number of threads; `int8_gmacs` is None without AVX-512 VNNI."""
+    """Best of several runs on a number of threads; `int8_gmacs` is None without AVX-512 VNNI or AVX2."""
 
     read_gbps: float
     int8_gmacs: float | None
