@@ -1,6 +1,7 @@
 """Grammars on the last stage: what may be sampled, when a sequence is complete, what happens after a re-plan."""
 
 import json
+import threading
 from collections.abc import Callable
 
 import llguidance
@@ -137,6 +138,29 @@ def test_no_control_token_can_be_part_of_a_document(tokenizer: Tokenizer, compil
     allowed = matcher.mask(())
     assert allowed.any()
     assert not any(allowed[token] for token in tokenizer.vocabulary.guarded_ids)
+
+
+def test_a_grammar_is_compiled_while_others_are_sampled(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compute thread does not wait for a large schema before its sequence's first token is due."""
+    may_go_on = threading.Event()
+    compile_now = compiler._compile
+
+    def compile_later(grammar: str, generated: list[int]) -> llguidance.LLMatcher:
+        assert may_go_on.wait(10)
+        return compile_now(grammar, generated)
+
+    monkeypatch.setattr(compiler, "_compile", compile_later)
+    sampler = Sampler(tokenizer.vocab_size, compiler)
+    sampler.add(make_add(1, GRAMMAR, tokenizer.eos_ids))
+    sampler.add(make_add(2, "", tokenizer.eos_ids, sampling=SamplingParams()))
+    logits = np.zeros((1, tokenizer.vocab_size), np.float32)
+    logits[0, 77] = 1.0
+    assert sampler.sample([(SeqId(2), 3)], logits)[0].token == 77
+    may_go_on.set()
+    (first,) = sampler.sample([(SeqId(1), 3)], logits)
+    assert tokenizer.decode([first.token]).lstrip().startswith("{")
 
 
 def test_a_refused_token_is_an_error(compiler: GrammarCompiler) -> None:

@@ -1,11 +1,13 @@
 """Constrained sampling on the last stage: which tokens a grammar allows next, and whether it is complete.
 
 Owns the llguidance tokenizer of one model, built from the token bytes in the worker's own file, and one matcher per
-sequence. It belongs to the compute thread, beside the sampler. Knows nothing of JSON or tools: a grammar is a string in
-llguidance's own format, checked by the coordinator before it comes here.
+sequence. Matchers belong to the compute thread, beside the sampler; they are made on another, so that a large schema
+does not hold up the steps of others. Knows nothing of JSON or tools: a grammar is a string in llguidance's own format,
+checked by the coordinator before it comes here.
 """
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import llguidance
 import numpy as np
@@ -53,57 +55,67 @@ class _TokenTable:
 
 
 class GrammarCompiler:
-    """Makes matchers for one model. The tokenizer's trie is built with the first grammar (0.2 s for 49k tokens)."""
+    """Makes matchers for one model, on a thread of its own.
+
+    The tokenizer's trie is begun at once (0.2 s for 49k tokens, with the interpreter held), so that it is there when
+    the weights are; a grammar is compiled while its sequence's prompt is computed.
+    """
 
     def __init__(self, metadata: Mapping[str, object], where: str, vocab_size: int) -> None:
         """`metadata` is the GGUF file's, `where` names it in messages, `vocab_size` is the width of the logits."""
-        self._metadata = metadata
-        self._where = where
         self._vocab_size = vocab_size
-        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._tokenizer = self._pool.submit(_build_tokenizer, metadata, where, vocab_size)
 
     def compile(self, grammar: str, generated: Iterable[int]) -> "GrammarMatcher":
-        """A matcher that has consumed `generated` (after a re-plan).
+        """A matcher that has consumed `generated` (after a re-plan), in the making.
 
-        Raises InvalidRequest with llguidance's reason, InvalidCheckpoint if the file has no sound vocabulary.
+        Its first use raises InvalidRequest with llguidance's reason, InvalidCheckpoint if the file has no vocabulary.
         """
-        if self._tokenizer is None:
-            self._tokenizer = self._build_tokenizer()
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        return GrammarMatcher(self._pool.submit(self._compile, grammar, list(generated)), self._vocab_size)
+
+    def _compile(self, grammar: str, generated: list[int]) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self._tokenizer.result(), grammar, log_level=0)
         if not matcher.is_error():
-            matcher.consume_tokens(list(generated))
+            matcher.consume_tokens(generated)
         if matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be used: {_first_line(matcher.get_error())}")
-        return GrammarMatcher(matcher, self._vocab_size)
+        return matcher
 
-    def _build_tokenizer(self) -> llguidance.LLTokenizer:
-        table = _TokenTable(read_vocabulary(self._metadata, self._where), self._vocab_size)
-        return llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(table),
-            n_vocab=self._vocab_size,
-            eos_token=table.end_ids,
-            slices=llguidance.LLTokenizer.json_slices(),
-        )
+
+def _build_tokenizer(metadata: Mapping[str, object], where: str, vocab_size: int) -> llguidance.LLTokenizer:
+    table = _TokenTable(read_vocabulary(metadata, where), vocab_size)
+    return llguidance.LLTokenizer(
+        llguidance.TokenizerWrapper(table),
+        n_vocab=vocab_size,
+        eos_token=table.end_ids,
+        slices=llguidance.LLTokenizer.json_slices(),
+    )
 
 
 class GrammarMatcher:
-    """Where one sequence stands in its grammar."""
+    """Where one sequence stands in its grammar. Its first use waits until the grammar is compiled."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: "Future[llguidance.LLMatcher]", vocab_size: int) -> None:
+        self._coming = matcher
         self._vocab_size = vocab_size
         self._bits = np.zeros(-(-vocab_size // 32), np.uint32)
+
+    @property
+    def _matcher(self) -> llguidance.LLMatcher:
+        return self._coming.result()
 
     def mask(self, stop_ids: Iterable[int]) -> BoolMask:
         """Allowed tokens, bool [vocab]; `stop_ids` are allowed where the text may end.
 
-        Raises InvalidRequest if the grammar failed or allows nothing.
+        Raises InvalidRequest if the grammar failed or allows nothing, and see `GrammarCompiler.compile`.
         """
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        if self._matcher.is_error():
-            raise InvalidRequest(f"the grammar failed: {_first_line(self._matcher.get_error())}")
+        matcher = self._matcher
+        matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        if matcher.is_error():
+            raise InvalidRequest(f"the grammar failed: {_first_line(matcher.get_error())}")
         allowed = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._vocab_size].astype(np.bool_)
-        if self._matcher.is_accepting():
+        if matcher.is_accepting():
             allowed[[token for token in stop_ids if token < self._vocab_size]] = True
         if not allowed.any():
             raise InvalidRequest("the grammar failed: it allows no token of this model's vocabulary")
@@ -114,9 +126,10 @@ class GrammarMatcher:
 
         Raises InvalidRequest if the grammar refuses the token.
         """
-        if not self._matcher.consume_token(token):
-            raise InvalidRequest(f"the grammar failed: {_first_line(self._matcher.get_error())}")
-        return bool(self._matcher.is_stopped())
+        matcher = self._matcher
+        if not matcher.consume_token(token):
+            raise InvalidRequest(f"the grammar failed: {_first_line(matcher.get_error())}")
+        return bool(matcher.is_stopped())
 
 
 def _first_line(reason: str) -> str:
