@@ -80,6 +80,14 @@ def worker(
     log_level: Annotated[
         str, typer.Option(help=f"One of {', '.join(_LOG_LEVELS)}.", envvar="LAMINA_LOG_LEVEL")
     ] = "info",
+    trace_directory: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for Chrome traces (for Perfetto); steps then run op by op, and slower.",
+            envvar="LAMINA_TRACE_DIRECTORY",
+            show_default=False,
+        ),
+    ] = None,
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Compare the devices (all there are) with the reference, and exit.")
     ] = False,
@@ -112,6 +120,7 @@ def worker(
         log_level=_checked_level(log_level),
         cuda_graphs=cuda_graphs.lower(),
         compute_dtype=compute_dtype.lower(),
+        trace_directory=trace_directory,
     )
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr

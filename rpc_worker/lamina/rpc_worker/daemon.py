@@ -18,6 +18,7 @@ from lamina.rpc_worker.join import stay_joined
 from lamina.rpc_worker.service import WorkerService
 from lamina.rpc_worker.settings import WorkerSettings
 from lamina.rpc_worker.stage_registry import StageRegistry
+from lamina.rpc_worker.tracing import TraceFile
 from lamina.spec.address import Address
 from lamina.spec.errors import InvalidConfig
 from lamina.spec.ids import DeviceId, WorkerName
@@ -43,12 +44,14 @@ class Daemon:
         registry: StageRegistry,
         server: grpc.aio.Server,
         checks: health.aio.HealthServicer,
+        trace: TraceFile | None,
     ) -> None:
         self.settings = settings
         self.devices = devices
         self.registry = registry
         self._server = server
         self._checks = checks
+        self._trace = trace
 
     @classmethod
     async def start(cls, settings: WorkerSettings) -> "Daemon":
@@ -59,14 +62,15 @@ class Daemon:
         server = grpc.aio.server(options=server_options())
         settings = replace(settings, listen=_bind(server, settings.listen))
         devices = tuple([await _start_device(name, settings) for name in settings.devices])
-        registry = StageRegistry(settings, devices)
+        trace = None if settings.trace_directory is None else TraceFile(settings.trace_directory, settings.name)
+        registry = StageRegistry(settings, devices, trace)
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(settings, devices, registry), server)
         checks = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         await server.start()
         await checks.set("", health_pb2.HealthCheckResponse.SERVING)
         await checks.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
-        return cls(settings, devices, registry, server, checks)
+        return cls(settings, devices, registry, server, checks, trace)
 
     async def stop(self) -> None:
         """Tell everybody, end the streams, free the stages, end the threads.
@@ -82,6 +86,9 @@ class Daemon:
                 await asyncio.gather(*(device.stop() for device in self.devices))
         except TimeoutError:
             _log.warning("a device is still busy after %g s; leaving it behind", _STOP_DEADLINE_S)
+        if self._trace is not None:
+            self._trace.close()
+            _log.info("trace in %s", self._trace.path)
 
 
 async def run_worker(settings: WorkerSettings) -> None:

@@ -26,6 +26,7 @@ class WorkerSettings:
     log_level: str = "info"
     cuda_graphs: str = "auto"
     compute_dtype: str = "auto"
+    trace_directory: Path | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.name):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.kernels.backend import Backend, GraphMode
+from lamina.kernels.backend import Backend, GraphDecision, GraphMode
 from lamina.kernels.buffer import DType, StepLimits, StepShape
 from lamina.rpc_worker.arena import Arena
 from lamina.rpc_worker.grammar import GrammarCompiler
@@ -19,6 +19,7 @@ from lamina.rpc_worker.sampler import Sampler
 from lamina.rpc_worker.stage_model import Outcome, StageModel, StepArrays
 from lamina.rpc_worker.staging import MAX_LAUNCHED
 from lamina.rpc_worker.step_queue import OnDevice, ReadyStep
+from lamina.rpc_worker.tracing import Tracer, no_scope
 from lamina.rpc_worker.weights import StageWeights
 from lamina.spec.checkpoint import TensorIndex
 from lamina.spec.device import GraphCounts
@@ -82,6 +83,7 @@ class Stage:
         settings: StageSettings,
         grammars: GrammarCompiler | None = None,
         compute: str = "auto",
+        tracer: Tracer | None = None,
     ) -> None:
         """`compute` is the worker's wish for the dtype of large products, see `numerics`."""
         self._backend = backend
@@ -89,6 +91,9 @@ class Stage:
         self._layers = layers
         self._settings = settings
         decision = backend.graph_decision(GraphMode(settings.cuda_graphs))
+        if tracer is not None:
+            decision = GraphDecision(False, "a traced step runs op by op")
+        self._tracer = tracer
         self._graphs = GraphCache(backend, decision=decision)
         self._precision = Precision(backend, spec, layers, compute)
         self._weights = StageWeights(backend)
@@ -157,7 +162,14 @@ class Stage:
         self._pool = KvPool(self._backend, layers, num_blocks, self._settings)
         self._tables = SequenceTables(num_blocks, self._settings)
         self._model = StageModel(
-            self._backend, self._spec, self._layers, self._weights, self._arena, self._pool.caches, self._graphs
+            self._backend,
+            self._spec,
+            self._layers,
+            self._weights,
+            self._arena,
+            self._pool.caches,
+            self._graphs,
+            no_scope if self._tracer is None else self._tracer.scope,
         )
         self._publish_memory()
 
@@ -202,6 +214,8 @@ class Stage:
         """Begin a step. Raises InvalidPlan if the plan contradicts what came before, Unavailable without a cache."""
         start_s = time.perf_counter()
         model, plan = self._loaded_model(), ready.plan
+        if self._tracer is not None:
+            self._tracer.begin_span("step", plan.step, rows=plan.num_rows, sequences=len(plan.slices))
         outcome = model.collect(self._launch(ready))
         if not model.is_last:
             return LaunchedStep(ready, outcome, start_s)
@@ -227,6 +241,8 @@ class Stage:
             num_bad = int(np.count_nonzero(~np.isfinite(hidden.sum(axis=1))))
             result = StageResult(ready, hidden, None, num_bad)
         self._count_step(launched.start_s)
+        if self._tracer is not None:
+            self._tracer.end_span("step", ready.plan.step)
         return result
 
     def _answer(self, model: StageModel, plan: StepPlan, best: NDArray[np.generic], *, needs_logits: bool) -> StepDone:

@@ -13,6 +13,7 @@ from lamina.rpc_worker.models import OpenedModel, find_model, open_model
 from lamina.rpc_worker.settings import WorkerSettings
 from lamina.rpc_worker.stage import Stage
 from lamina.rpc_worker.stage_runtime import StageKey, StageRuntime
+from lamina.rpc_worker.tracing import TraceFile, Tracer, find_ranges
 from lamina.spec.address import Address
 from lamina.spec.errors import InvalidRequest, InvalidSplit, StaleEpoch, Unavailable
 from lamina.spec.ids import PlacementId
@@ -56,10 +57,15 @@ class StageRegistry:
     """All stages of one daemon."""
 
     def __init__(
-        self, settings: WorkerSettings, devices: tuple[DeviceThread, ...], clock: Callable[[], float] = time.monotonic
+        self,
+        settings: WorkerSettings,
+        devices: tuple[DeviceThread, ...],
+        trace: TraceFile | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._devices = devices
+        self._trace = trace
         self._clock = clock
         self._stages: dict[tuple[PlacementId, int], _Held] = {}
         self._loading = asyncio.Lock()
@@ -226,7 +232,8 @@ class StageRegistry:
             GrammarCompiler(model.file.metadata, str(path), model.spec.vocab_size) if request.key.is_last else None
         )
         compute = self._settings.compute_dtype
-        stage = Stage(device.backend, model.spec, request.layers, request.settings, grammars, compute)
+        tracer = None if self._trace is None else Tracer(self._trace, device.backend, request.device, find_ranges())
+        stage = Stage(device.backend, model.spec, request.layers, request.settings, grammars, compute, tracer)
         total = stage.total_bytes(model.file.tensors)
         cancelled = False
 

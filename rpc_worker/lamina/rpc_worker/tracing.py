@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from lamina.kernels.backend import Backend, Event
+from lamina.kernels.cuda.nvtx import CupyRanges
 from lamina.spec.errors import InvalidConfig
 
 _log = logging.getLogger(__name__)
@@ -63,6 +63,15 @@ class Ranges(Protocol):
     def push(self, name: str, argb: int) -> object: ...
 
     def pop(self) -> object: ...
+
+
+def find_ranges() -> Ranges | None:
+    """NVTX, where the `cuda` extra has it."""
+    try:
+        return CupyRanges()
+    except ImportError as error:
+        _log.debug("no NVTX ranges: %s", error)
+        return None
 
 
 class TraceFile:
@@ -155,7 +164,6 @@ class Tracer:
         self._backend = backend
         self._ranges = ranges
         self._device_track = _DEVICE_TRACK + device
-        self._span_ids = count()
         self._here = _Thread()
         file.name_track(self._device_track, f"device {device}: {backend.name}")
 
@@ -163,11 +171,9 @@ class Tracer:
         """Encloses what is launched in its body (A-14). It begins when it is entered, not when it is made (A-17)."""
         return _Scope(self, kind, name)
 
-    def begin_span(self, name: str, **args: object) -> int:
-        """Begin what may overlap with its like, or end on another thread; its id (A-15)."""
-        number = next(self._span_ids)
+    def begin_span(self, name: str, number: int, **args: object) -> None:
+        """Begin what may overlap with its like, or end on another thread (A-15)."""
         self._add_span("b", name, number, args)
-        return number
 
     def end_span(self, name: str, number: int) -> None:
         """End it."""
