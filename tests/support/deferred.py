@@ -89,7 +89,7 @@ class DeferredDevice(EmulatedDevice):
         while self._waiting:
             self._step()
 
-    def create_event(self) -> Any:
+    def create_event(self, *, timed: bool = False) -> Any:
         return [0]
 
     def record_event(self, event: Any) -> None:

@@ -17,32 +17,52 @@ from lamina.spec.model import LayerSpec
 from lamina.spec.placement import StageSettings
 from lamina.spec.step import SeqSlice, StepPlan
 
+Ints = NDArray[np.int32]
 
-@dataclass
+
+@dataclass(slots=True)
 class _SequenceTable:
+    row: int  # of the block tables
     next_pos: int
     num_blocks: list[int]  # by group
-    blocks: list[NDArray[np.int32]]  # by group [max blocks]
+    room: int  # tokens that its blocks hold, at most the context
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where the rows of a step lie. `blocks` have as many columns as the longest context of the step needs."""
+
+    positions: Ints  # [rows]
+    row_starts: Ints  # [seqs + 1]
+    slots: tuple[Ints, ...]  # by cache group [rows]
+    blocks: tuple[Ints, ...]  # by cache group [seqs, blocks]
 
 
 class SequenceTables:
-    """Block tables by sequence; `apply` follows a plan, `remove` forgets a sequence."""
+    """Block tables by sequence; `apply` follows a plan, `locate` gathers what it needs, `remove` forgets a sequence."""
 
     def __init__(self, num_blocks: tuple[int, ...], settings: StageSettings) -> None:
         self._num_blocks = num_blocks
         self._settings = settings
         self._tables: dict[SeqId, _SequenceTable] = {}
+        self._blocks = [np.zeros((0, settings.max_blocks_per_seq), np.int32) for _ in num_blocks]
+        self._free_rows: list[int] = []
+        # 0, 1, 2, …: what index arrays are cut from, int32 [max(rows, seqs) + 1]
+        self._counting = np.arange(max(settings.max_rows, settings.max_seqs) + 1, dtype=np.int32)
 
     def __len__(self) -> int:
         return len(self._tables)
 
     def remove(self, seq: SeqId) -> None:
         """Forget a sequence; an unknown one is fine (it may have been cancelled before its first step)."""
-        self._tables.pop(seq, None)
+        table = self._tables.pop(seq, None)
+        if table is not None:
+            self._free_rows.append(table.row)
 
     def clear(self) -> None:
         """Forget all."""
         self._tables.clear()
+        self._free_rows = list(range(len(self._blocks[0]))) if self._blocks else []
 
     def apply(self, plan: StepPlan) -> None:
         """Take a plan's new blocks. Raises InvalidPlan, before anything is changed, if it does not fit."""
@@ -57,30 +77,70 @@ class SequenceTables:
         for piece in plan.slices:
             table = self._tables.get(piece.seq)
             if table is None:
-                width = self._settings.max_blocks_per_seq
-                groups = range(len(self._num_blocks))
-                table = _SequenceTable(piece.pos, [0 for _ in groups], [np.zeros(width, np.int32) for _ in groups])
-                self._tables[piece.seq] = table
-            for group, blocks in enumerate(piece.new_blocks):
-                start = table.num_blocks[group]
-                table.blocks[group][start : start + len(blocks)] = blocks
-                table.num_blocks[group] = start + len(blocks)
-            table.next_pos = piece.end
+                table = self._tables[piece.seq] = _SequenceTable(self._new_row(), 0, [0] * len(self._num_blocks), 0)
+            if any(piece.new_blocks):
+                self._append(table, piece.new_blocks)
+            table.next_pos = piece.pos + piece.num_tokens
 
-    def blocks_of(self, seq: SeqId, group: int) -> NDArray[np.int32]:
+    def locate(self, plan: StepPlan) -> Location:
+        """The arrays of a plan that has been applied."""
+        slices, tables, block_tokens = plan.slices, self._tables, self._settings.block_tokens
+        count, counting = len(slices), self._counting
+        table_rows = np.array([tables[piece.seq].row for piece in slices], np.int32)
+        firsts = np.array([piece.pos for piece in slices], np.int32)
+        if plan.num_rows == count:  # decode: a row each; this path is most steps, and short
+            positions, row_starts, table_of_row = firsts, counting[: count + 1], table_rows
+        else:
+            counts = np.array([piece.num_tokens for piece in slices], np.int32)
+            row_starts = np.zeros(count + 1, np.int32)
+            np.cumsum(counts, out=row_starts[1:])
+            positions = counting[: row_starts[-1]] + np.repeat(firsts - row_starts[:-1], counts)
+            table_of_row = np.repeat(table_rows, counts)
+        indices = positions // block_tokens
+        offsets = positions - indices * block_tokens
+        width = int(indices.max()) + 1
+        slots = tuple(table[table_of_row, indices] * block_tokens + offsets for table in self._blocks)
+        return Location(positions, row_starts, slots, tuple(table[table_rows, :width] for table in self._blocks))
+
+    def blocks_of(self, seq: SeqId, group: int) -> Ints:
         """The sequence's table row, int32 [max blocks]."""
-        return self._tables[seq].blocks[group]
+        table: Ints = self._blocks[group][self._tables[seq].row]
+        return table
+
+    def _append(self, table: _SequenceTable, new_blocks: tuple[tuple[BlockId, ...], ...]) -> None:
+        for group, blocks in enumerate(new_blocks):
+            start = table.num_blocks[group]
+            table.num_blocks[group] = end = start + len(blocks)
+            self._blocks[group][table.row, start:end] = blocks
+        settings = self._settings
+        table.room = min(min(table.num_blocks) * settings.block_tokens, settings.max_context)
+
+    def _new_row(self) -> int:
+        if not self._free_rows:
+            held = len(self._blocks[0])
+            more = max(self._settings.max_seqs, held)
+            self._blocks = [
+                np.concatenate([table, np.zeros((more, table.shape[1]), np.int32)]) for table in self._blocks
+            ]
+            self._free_rows = list(range(held, held + more))
+        row = self._free_rows.pop()
+        for table in self._blocks:
+            table[row] = 0
+        return row
 
     def _check(self, piece: SeqSlice) -> None:
-        where = f"sequence {piece.seq} at position {piece.pos}"
         table = self._tables.get(piece.seq)
+        end = piece.pos + piece.num_tokens
+        if table is not None and table.next_pos == piece.pos and end <= table.room and not any(piece.new_blocks):
+            return
+        where = f"sequence {piece.seq} at position {piece.pos}"
         if table is not None and table.next_pos != piece.pos:
             raise InvalidPlan(f"{where}: its next position is {table.next_pos}")
-        if piece.end > self._settings.max_context:
-            raise InvalidPlan(f"{where}: {piece.end} tokens exceed the context of {self._settings.max_context}")
+        if end > self._settings.max_context:
+            raise InvalidPlan(f"{where}: {end} tokens exceed the context of {self._settings.max_context}")
         for group, blocks in enumerate(piece.new_blocks):
             held = 0 if table is None else table.num_blocks[group]
-            needed = -(-piece.end // self._settings.block_tokens)
+            needed = -(-end // self._settings.block_tokens)
             if not needed <= held + len(blocks) <= self._settings.max_blocks_per_seq:
                 raise InvalidPlan(f"{where}: {held + len(blocks)} blocks in group {group}, {needed} needed")
             if any(not 0 <= block < self._num_blocks[group] for block in blocks):

@@ -102,8 +102,6 @@ class Stage:
         self._model: StageModel | None = None
         self._tables = SequenceTables((), settings)
         self._sampler = Sampler(spec.vocab_size, grammars)
-        # 0, 1, 2, …: what index arrays are cut from, int32 [max(rows, seqs) + 1]
-        self._counting = np.arange(max(settings.max_rows, settings.max_seqs) + 1, dtype=np.int32)
         self._memory = StageFacts()  # but for what changes with steps
         self._num_steps = 0
         self._busy_s = self._last_end_s = 0.0
@@ -319,34 +317,22 @@ class Stage:
         return StepLimits(s.max_rows, s.max_seqs, s.max_logit_rows, s.max_blocks_per_seq)
 
     def _arrays(self, ready: ReadyStep) -> StepArrays:
-        slices, block_tokens = ready.plan.slices, self._settings.block_tokens
-        count = len(slices)
-        firsts = np.fromiter([piece.pos for piece in slices], np.int32, count)
-        if ready.plan.num_rows == count:  # decode: a row each; this path is most steps, and short
-            positions, row_starts, seq_of_row = firsts, self._counting[: count + 1], self._counting[:count]
+        plan = ready.plan
+        place = self._tables.locate(plan)
+        last_rows = place.row_starts[1:] - 1
+        if plan.num_scored:
+            ends = zip(plan.slices, last_rows + 1, plan.num_scored, strict=True)
+            ranges = [np.arange(end - piece.want_logits - scored, end) for piece, end, scored in ends]
+            logit_rows = np.concatenate(ranges).astype(np.int32)
+        elif plan.num_logit_rows == len(plan.slices):
+            logit_rows = last_rows
         else:
-            counts = np.fromiter([piece.num_tokens for piece in slices], np.int32, count)
-            row_starts = np.zeros(count + 1, np.int32)
-            np.cumsum(counts, out=row_starts[1:])
-            seq_of_row = np.repeat(self._counting[:count], counts)
-            positions = self._counting[: row_starts[-1]] + (firsts - row_starts[:-1])[seq_of_row]
-        blocks, slots = [], []
-        for group in range(len(self._spec.cache_groups)):
-            table = np.array([self._tables.blocks_of(piece.seq, group) for piece in slices], np.int32)
-            blocks.append(table)
-            slots.append(table[seq_of_row, positions // block_tokens] * block_tokens + positions % block_tokens)
-        wanted = np.fromiter([piece.want_logits for piece in slices], np.bool_, count)
-        if ready.plan.num_scored:
-            num_wanted = wanted + np.array(ready.plan.num_scored, np.int32)
-            ends = zip(row_starts[1:], num_wanted, strict=True)
-            logit_rows = np.concatenate([np.arange(end - count, end, dtype=np.int32) for end, count in ends])
-        else:
-            logit_rows = (row_starts[1:] - 1)[wanted]
+            logit_rows = last_rows[[piece.want_logits for piece in plan.slices]]
         return StepArrays(
-            positions,
-            row_starts,
-            tuple(slots),
-            tuple(blocks),
+            place.positions,
+            place.row_starts,
+            place.slots,
+            place.blocks,
             logit_rows,
             tokens=ready.tokens,
             hidden=ready.hidden,

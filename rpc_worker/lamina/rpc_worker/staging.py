@@ -37,12 +37,16 @@ class StepTransfers:
             start = end
 
     def upload_staged(self, values: Mapping[str, Array]) -> None:
-        """The first rows of the staged buffers, in one transfer; what lies between them is whatever it was."""
+        """The first rows of the staged buffers, in one transfer; between and beside them lies what earlier steps had."""
         end = 0
         for name, rows in values.items():
             place, start = self._parts[name]
-            place[: len(rows)] = rows
-            end = max(end, start + rows.size)
+            if rows.ndim == 1:
+                place[: len(rows)] = rows
+                end = max(end, start + len(rows))
+            else:
+                place[: len(rows), : rows.shape[1]] = rows
+                end = max(end, start + len(rows) * place.shape[1])
         if self._arena.staged is not None:
             self._backend.upload_async(self._arena.staged, self._staged[:end])
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lamina.spec.errors import InvalidPlan, StaleEpoch
 from lamina.spec.ids import Epoch, SeqId, StepId
 from lamina.spec.placement import StageSettings
-from lamina.spec.step import MAX_RUN_AHEAD, AddSequence, FromSample, RemoveSequence, StepDone, StepPlan, Tokens
+from lamina.spec.step import MAX_RUN_AHEAD, AddSequence, RemoveSequence, StepDone, StepPlan, Tokens
 from lamina.v1 import step_pb2 as pb
 from lamina.wire.frames import check_frame, check_frame_size, decode_frame
 
@@ -159,28 +159,33 @@ class StepQueue:
 
     def _input_tokens(self, plan: StepPlan, on_device: OnDevice) -> NDArray[np.int32] | None:
         ids: list[int] = []
+        used: list[tuple[SeqId, int]] = []
+        fed: list[tuple[SeqId, int]] = []
+        tokens = self._tokens
         for piece in plan.slices:
-            match piece.input:
-                case Tokens(known):
-                    ids.extend(known)
-                case FromSample():
-                    key = (piece.seq, piece.pos)
-                    sampled = self._tokens.get(key)
-                    if sampled is None:
-                        if key not in on_device:
-                            return None
-                        sampled = -1 - on_device[key]
-                    ids.append(sampled)
-        for piece in plan.slices:
-            key = (piece.seq, piece.pos)
-            if self._tokens.pop(key, None) is None and isinstance(piece.input, FromSample):
-                self._fed_on_device.add(key)
+            key, source = (piece.seq, piece.pos), piece.input
+            sampled = tokens.get(key)
+            if sampled is not None:
+                used.append(key)
+            if isinstance(source, Tokens):
+                ids.extend(source.ids)
+            elif sampled is not None:
+                ids.append(sampled)
+            elif key in on_device:
+                fed.append(key)
+                ids.append(-1 - on_device[key])
+            else:
+                return None
+        for key in used:
+            del tokens[key]
+        self._fed_on_device.update(fed)
         return np.array(ids, np.int32)
 
     def _add_token(self, seq: SeqId, pos: int, token: int) -> None:
         if not self._takes_tokens:
             raise InvalidPlan(f"token of sequence {seq}: only the first stage takes tokens")
-        self._check_ids((token,), f"sequence {seq}")
+        if not 0 <= token < self._vocab_size:
+            self._check_ids((token,), f"sequence {seq}")
         if (seq, pos) in self._fed_on_device:
             self._fed_on_device.remove((seq, pos))
             return
