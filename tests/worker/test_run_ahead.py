@@ -190,26 +190,32 @@ def converse(bench: Bench, talks: list[Talk], num_steps: int) -> list[StepDone]:
     return answers
 
 
-def scenes(*, sampled: bool) -> list[Talk]:
-    """Prompts in chunks beside decodes; one ends by a stop id, one by length, one is cancelled, one preempted."""
+def scenes(kind: str) -> list[Talk]:
+    """Prompts in chunks beside decodes; one ends by a stop id, one by length, one is cancelled, one preempted.
+
+    Two are "drawn" on the device beside greedy ones; "mixed" has one beside them that needs its logits on the host.
+    """
     talks = [
         Talk(0, tuple(range(40, 60)), max_tokens=9),
         Talk(1, (1, 2, 3), stop_ids=frozenset({82})),
         Talk(2, (4, 5, 6, 7, 8), begins=2, ends=7),
         Talk(3, (9, 10), begins=9, max_tokens=40),
     ]
-    if sampled:
+    if kind != "greedy":
+        talks[0].sampling = SamplingParams(temperature=0.9, top_p=0.9, seed=5)
+        talks[3].sampling = SamplingParams(temperature=1.2, top_k=40, seed=6)
+    if kind == "mixed":
         talks[2].sampling = SamplingParams(temperature=0.9, seed=3, repetition_penalty=1.2)
     return talks
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["greedy", "drawn", "mixed"])
 @pytest.mark.parametrize("looks", [1, 3, 50])
-def test_running_ahead_changes_no_answer(new_bench: Callable[[Device], Bench], looks: int, sampled: bool) -> None:
+def test_running_ahead_changes_no_answer(new_bench: Callable[[Device], Bench], looks: int, kind: str) -> None:
     """Whatever the device's pace; sequences that ended, were cancelled or came in between included."""
     waiting, deferred = new_bench(EmulatedDevice()), new_bench(DeferredDevice(looks))
-    expected = converse(waiting, scenes(sampled=sampled), 24)
-    assert converse(deferred, scenes(sampled=sampled), 24) == expected
+    expected = converse(waiting, scenes(kind), 24)
+    assert converse(deferred, scenes(kind), 24) == expected
     assert (waiting.most_launched, deferred.most_launched) == (0, 2), "at the end of a job"
     finishes = [token.finish for answer in expected for token in answer.tokens if token.finish]
     assert finishes == [FinishReason.STOP, FinishReason.LENGTH]
@@ -217,14 +223,28 @@ def test_running_ahead_changes_no_answer(new_bench: Callable[[Device], Bench], l
     assert not deferred.queue._fed_on_device
 
 
-def test_greedy_steps_never_wait_for_the_device(new_bench: Callable[[Device], Bench]) -> None:
+def test_the_device_draws_what_the_host_would(new_bench: Callable[[Device], Bench]) -> None:
+    """B-31: the same tokens where every row is drawn from logits on the host."""
+    device, host = new_bench(EmulatedDevice()), new_bench(EmulatedDevice())
+    sampler = host.stage._sampler
+    sample = sampler.sample
+    sampler.device_params = lambda rows: None  # type: ignore[method-assign]
+    sampler.needs_logits = lambda rows: True  # type: ignore[method-assign]
+    sampler.sample = lambda rows, logits, chosen=None: sample(rows, logits)  # type: ignore[method-assign]
+    expected = converse(host, scenes("drawn"), 24)
+    assert converse(device, scenes("drawn"), 24) == expected
+    assert len(set(tokens_of(expected, 0))) > 4, "a draw, not a rut"
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.8, top_p=0.95)], ids=["greedy", "drawn"])
+def test_such_steps_never_wait_for_the_device(new_bench: Callable[[Device], Bench], sampling: SamplingParams) -> None:
     """Nor does anything on the way to a launch: while a step runs the next is already there."""
     device = DeferredDevice(looks=4)
     bench = new_bench(device)
-    converse(bench, [Talk(0, (1, 2, 3), max_tokens=60)], 3)  # recordings are made
+    converse(bench, [Talk(0, (1, 2, 3), max_tokens=60, sampling=sampling)], 3)  # recordings are made
     before = device.num_waits
     again = new_bench_epoch(bench)
-    converse(again, [Talk(1, (1, 2, 3), max_tokens=60)], 30)
+    converse(again, [Talk(1, (1, 2, 3), max_tokens=60, sampling=sampling)], 30)
     assert device.num_waits - before == 1, "the end of the epoch before, nothing else"
 
 
