@@ -82,7 +82,9 @@ class TraceFile:
         self.path = folder / f"{process}-{os.getpid()}.trace.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor: int | None = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+            self._descriptor: int | None = os.open(
+                self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644
+            )
         except OSError as error:
             raise InvalidConfig(f"--trace-directory {folder}: {error.strerror or error}") from None
         self._lock = threading.Lock()
