@@ -150,6 +150,7 @@ def test_what_changes_nothing_is_taken(api: Api, body: dict[str, object]) -> Non
         ({"store": True}, "store"),
         ({"functions": [{}]}, "functions"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role"),

@@ -1,4 +1,4 @@
-"""One choice on its way out: tokens in, text out. Detokenising, stop strings, tool calls, logprobs, statistics.
+"""One choice on its way out: tokens in, text out. Stop strings, thoughts, tool calls, logprobs, statistics.
 
 Owned by the coordinator's loop; one object per sequence. This is the token path: no allocation that is not needed.
 """
@@ -41,6 +41,7 @@ class Choice:
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopMatcher(request.stop_strings) if request.stop_strings else None
         self._parser = request.make_tool_parser() if request.make_tool_parser else None
+        self._splitter = request.make_reasoning_splitter() if request.make_reasoning_splitter else None
         self._wants_logprobs = request.sampling.num_logprobs >= 0
         self._num_calls = 0
 
@@ -64,13 +65,16 @@ class Choice:
             elif finish is not None:
                 text += self._stops.flush()
         calls: tuple[ToolCall, ...] = ()
+        reasoning = ""
+        if self._splitter is not None:
+            reasoning, text = self._split(text, at_end=finish is not None)
         if self._parser is not None:
             text, calls = self._parse(text, at_end=finish is not None)
         if finish is not None:
             self._finish(finish, stop)
         if self._wants_logprobs and event.logprob is not None:
-            return Delta(self.index, text, (TokenLogprob(event.token, event.logprob, event.top),), calls)
-        return Delta(self.index, text, (), calls) if text or calls else None
+            return Delta(self.index, text, (TokenLogprob(event.token, event.logprob, event.top),), calls, reasoning)
+        return Delta(self.index, text, (), calls, reasoning) if text or calls or reasoning else None
 
     def stats(self) -> ChoiceStats:
         """So far; complete once the choice has finished."""
@@ -86,6 +90,14 @@ class Choice:
             prefill_s=None if scheduled is None or first is None else first - scheduled,
             decode_s=None if first is None else last - first,
         )
+
+    def _split(self, text: str, *, at_end: bool) -> tuple[str, str]:
+        assert self._splitter is not None
+        reasoning, answer = self._splitter.push(text)
+        if at_end:
+            last_reasoning, rest = self._splitter.finish()
+            reasoning, answer = reasoning + last_reasoning, answer + rest
+        return reasoning, answer
 
     def _parse(self, text: str, *, at_end: bool) -> tuple[str, tuple[ToolCall, ...]]:
         assert self._parser is not None

@@ -30,6 +30,16 @@ class ToolCallParser(Protocol):
         """What is still held back, at the end of the text."""
 
 
+class ReasoningSplitter(Protocol):
+    """What separates a model's thoughts from its answer as they stream. One belongs to one choice."""
+
+    def push(self, text: str) -> tuple[str, str]:
+        """(thought, answer) that may be shown now."""
+
+    def finish(self) -> tuple[str, str]:
+        """What is still held back, at the end of the text."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """`num_choices` continuations of each prompt (token ids). Choice i of prompt p has index p * num_choices + i."""
@@ -44,6 +54,7 @@ class GenerationRequest:
     grammar: str = ""
     cache_salt: str = ""
     make_tool_parser: Callable[[], ToolCallParser] | None = None
+    make_reasoning_splitter: Callable[[], ReasoningSplitter] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +91,7 @@ class Delta:
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,7 @@ class _Collected:
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
     end: Finished | None = None
 
 
@@ -127,6 +128,7 @@ class WholeAnswer:
         choice.texts.append(event.text)
         choice.logprobs += event.logprobs
         choice.calls += event.tool_calls
+        choice.thoughts.append(event.reasoning)
 
     def body(self) -> bytes:
         """The document, once every choice has finished."""
@@ -159,6 +161,8 @@ class WholeAnswer:
                 common["logprobs"] = completion_logprobs(choice.logprobs, self._head.token_bytes, 0)
             return {**common, "text": prompt + text}
         message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
+        if thoughts := "".join(choice.thoughts):
+            message["reasoning_content"] = thoughts
         if choice.calls:
             message["content"] = text or None
             message["tool_calls"] = [_call_object(call) for call in choice.calls]
@@ -207,7 +211,7 @@ class EventWriter:
 
     def delta(self, delta: Delta) -> bytes:
         """One more piece of a choice."""
-        if not delta.logprobs and not delta.tool_calls:
+        if not delta.logprobs and not delta.tool_calls and not delta.reasoning:
             return (self._text_heads[delta.choice] + _quote(delta.text) + self._text_tail).encode("ascii")
         choice: dict[str, object] = {"index": delta.choice}
         if not self._chat:
@@ -215,7 +219,10 @@ class EventWriter:
             logprobs = completion_logprobs(delta.logprobs, self._head.token_bytes, offset)
             self._offsets[delta.choice] = offset + sum(len(str(token)) for token in logprobs["tokens"])
             return self._event({**choice, "text": delta.text, "logprobs": logprobs})
-        content: dict[str, object] = {"content": delta.text} if delta.text or not delta.tool_calls else {}
+        has_other = delta.tool_calls or delta.reasoning
+        content: dict[str, object] = {"content": delta.text} if delta.text or not has_other else {}
+        if delta.reasoning:
+            content["reasoning_content"] = delta.reasoning
         if delta.tool_calls:
             start = self._num_calls.get(delta.choice, 0)
             self._num_calls[delta.choice] = start + len(delta.tool_calls)

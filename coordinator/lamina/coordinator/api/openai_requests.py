@@ -4,7 +4,7 @@ All functions raise InvalidRequest, or ApiError where OpenAI's error has more to
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypedDict
 
@@ -19,6 +19,7 @@ from lamina.coordinator.api.parameters import (
     GenerationParameters,
     TokenizeParameters,
 )
+from lamina.coordinator.api.reasoning import ThoughtSplitter, is_opened_by
 from lamina.coordinator.api.served_model import ServedModel
 from lamina.spec.errors import InvalidRequest
 from lamina.spec.sampling import SamplingParams
@@ -35,6 +36,7 @@ _SAMPLING = (
     "penalty_window",
 )
 _DEFAULT_TEMPERATURE = 1.0  # OpenAI's
+_PROMPT_END_TOKENS = 16  # more than <think> and the space around it can be
 
 
 class _Shared(TypedDict):
@@ -62,7 +64,8 @@ def chat_request(body: ChatParameters, model: ServedModel) -> GenerationRequest:
         if grammar:
             raise InvalidRequest("response_format cannot be combined with a forced tool call")
         grammar = tool_calls.forced_call_grammar(form, forced, several=body.parallel_tool_calls is True)
-    prompt = encode_chat(model, body.messages, body.tools if functions else [], body.chat_template_kwargs)
+    variables = {**_effort_variables(body, model), **(body.chat_template_kwargs or {})}
+    prompt = encode_chat(model, body.messages, body.tools if functions else [], variables)
     return _limited(
         GenerationRequest(
             prompts=(tuple(prompt),),
@@ -70,6 +73,7 @@ def chat_request(body: ChatParameters, model: ServedModel) -> GenerationRequest:
             max_tokens=body.max_completion_tokens or body.max_tokens,
             grammar=grammar,
             make_tool_parser=partial(tool_calls.make_parser, form, frozenset(functions)) if functions else None,
+            make_reasoning_splitter=None if grammar or not model.thinks else _splitter_after(prompt, model),
             **_shared(body, model, num_logprobs=(body.top_logprobs or 0) if body.logprobs else -1),
         ),
         model,
@@ -169,6 +173,29 @@ def _limited(request: GenerationRequest, model: ServedModel) -> GenerationReques
             param="messages" if request.make_tool_parser else None,
         )
     return request
+
+
+def _splitter_after(prompt: Sequence[int], model: ServedModel) -> Callable[[], ThoughtSplitter]:
+    """Thoughts may be open at the end of the prompt already."""
+    opened = is_opened_by(model.tokenizer.decode(prompt[-_PROMPT_END_TOKENS:]))
+    return partial(ThoughtSplitter, opened=opened)
+
+
+def _effort_variables(body: ChatParameters, model: ServedModel) -> dict[str, object]:
+    """What `reasoning_effort` means to the template: a word, or whether to think at all. Raises ApiError."""
+    effort, source = body.reasoning_effort, model.chat.template.source
+    if effort is None:
+        return {}
+    if "reasoning_effort" in source:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" in source:
+        return {"enable_thinking": effort != "none"}
+    raise ApiError(
+        400,
+        "reasoning_effort is not supported by this model's chat template; leave it out",
+        code="unsupported_parameter",
+        param="reasoning_effort",
+    )
 
 
 def _chosen_tools(body: ChatParameters) -> tuple[dict[str, tool_calls.Tool], dict[str, tool_calls.Tool]]:

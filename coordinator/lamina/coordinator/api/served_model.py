@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from lamina.coordinator.api.errors import ApiError
+from lamina.coordinator.api.reasoning import thinks
 from lamina.coordinator.api.tools import ToolFormat, format_of
 from lamina.coordinator.text.chat import ChatEncoder
 from lamina.coordinator.text.tokenizer import Tokenizer
@@ -27,6 +28,11 @@ class ServedModel:
     def template_knows_tools(self) -> bool:
         """Whether the chat template prints tools itself."""
         return "tools" in self.chat.template.source
+
+    @property
+    def thinks(self) -> bool:
+        """Whether this model writes its thoughts before its answer."""
+        return thinks(self.chat.template.source)
 
     def check_name(self, name: str | None) -> None:
         """Raise ApiError 404 unless `name` is this model's or left out."""
