@@ -7,6 +7,7 @@ import pytest
 
 from lamina.kernels.backend import GraphError
 from lamina.kernels.cuda.driver import CudaError, Driver
+from lamina.spec.errors import CapacityExceeded
 
 TEMPLATE, EXECUTABLE = 0x1000, 0x2000
 
@@ -152,3 +153,12 @@ def test_launches_carry_grid_block_and_attribute(dependent_launch: bool) -> None
     library = FakeLibrary()
     _launch(_driver(library, dependent_launch=dependent_launch))
     assert library.launches == [((3, 2, 1), 64, int(dependent_launch))]
+
+
+def test_a_card_without_memory_is_no_broken_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C-04: others may take what the driver needs for a launch; that is the request's error, not the device's."""
+    library = FakeLibrary()
+    driver = _driver(library)
+    monkeypatch.setattr(library, "cuLaunchKernelEx", lambda *args: 2)
+    with pytest.raises(CapacityExceeded, match="no memory is left for a launch"):
+        _launch(driver)

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from lamina.kernels.backend import GraphError
-from lamina.spec.errors import LaminaError
+from lamina.spec.errors import CapacityExceeded, LaminaError
 
+_OUT_OF_MEMORY = 2  # others have taken what the driver needed
 _CAPTURE_THREAD_LOCAL = 1  # other threads may allocate and synchronise during a capture
 _ATTRIBUTE_DEPENDENT_LAUNCH = 6
 _FUNCTION_MAX_DYNAMIC_SHARED = 8
@@ -128,6 +129,8 @@ class Driver:
             self._library.cuGraphDestroy(template)
 
     def _require(self, status: int, what: str) -> None:
+        if status == _OUT_OF_MEMORY:
+            raise CapacityExceeded(f"cuda: no memory is left for {what}")
         if status:
             raise CudaError(f"cuda: {what} failed: {self._name(status)}")
 

@@ -96,11 +96,14 @@ class TorchDevice:
             with torch.cuda.stream(self._stream):
                 tensor = torch.zeros(max(num_bytes, 1), dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError:
-            free, _ = self.memory_bytes()
-            raise CapacityExceeded(
-                f"{num_bytes / 2**20:.1f} MiB do not fit on {self.name}: {free / 2**20:.1f} MiB free, in pieces"
-            ) from None
+            raise self._no_room(f"{num_bytes / 2**20:.1f} MiB") from None
         return Memory(int(tensor.data_ptr()), num_bytes, [tensor, {}])
+
+    def _no_room(self, what: str) -> CapacityExceeded:
+        free, total = self.memory_bytes()
+        return CapacityExceeded(
+            f"no room for {what} on {self.name}: {free / 2**20:.1f} of {total / 2**20:.1f} MiB are free, in pieces"
+        )
 
     def release(self, memory: Memory) -> None:
         memory.handle.clear()
@@ -170,7 +173,10 @@ class TorchDevice:
 
     def run(self, call: Call) -> None:
         if isinstance(call, ProductCall):
-            self._multiply(call)
+            try:
+                self._multiply(call)
+            except torch.OutOfMemoryError:
+                raise self._no_room("a matrix product") from None
             return
         kernel = self._kernels.get(call.program)
         if kernel is None:
