@@ -77,7 +77,13 @@ def _cuda_address(buffer: Buffer) -> int:
 
 
 # int8 activations for few rows, bf16 products for many; 16-bit queries and probabilities in attention
-_CUDA_TOLERANCES = {"linear": 1.5e-2, "gated_linear": 2.5e-2, "attention": 5e-3}
+_CUDA_TOLERANCES = {
+    "linear": 1.5e-2,
+    "gated_linear": 2.5e-2,
+    "expert_linear": 1.5e-2,
+    "expert_gated_linear": 2.5e-2,
+    "attention": 5e-3,
+}
 
 
 def _cpu(max_memory_bytes: int | None) -> Backend:

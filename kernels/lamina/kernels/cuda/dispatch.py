@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from lamina.kernels.buffer import Buffer, DType, KvCache, StepShape, Weight
-from lamina.kernels.cuda import linear_plan, rows_plan
+from lamina.kernels.cuda import expert_plan, linear_plan, rows_plan
 from lamina.kernels.cuda.attention_plan import AttentionArgs, plan_attention
 from lamina.kernels.cuda.device import Device
 from lamina.kernels.cuda.planner import Planner
@@ -104,6 +104,18 @@ class OpPlanner(Planner):
             case "gated_linear":
                 linear_plan.plan_gated_linear(
                     self, a.buffer("x"), a.weight("weight"), a.buffer("out"), a.text("activation")
+                )
+            case "route":
+                router = (a.text("gating"), a.flag("normalise"), a.number("scale"))
+                expert_plan.plan_route(self, a.buffer("x"), a.buffer("experts"), a.buffer("shares"), *router)
+            case "expert_gated_linear":
+                expert_plan.plan_expert_gated(
+                    self, a.buffer("x"), a.buffer("experts"), a.weight("weight"), a.buffer("out"), a.text("activation")
+                )
+            case "expert_linear":
+                x, chosen = a.buffer("x"), (a.buffer("experts"), a.buffer("shares"))
+                expert_plan.plan_expert_linear(
+                    self, x, *chosen, a.weight("weight"), a.buffer("out"), a.flag("accumulate")
                 )
             case "attention":
                 plan_attention(self, _attention_args(a))

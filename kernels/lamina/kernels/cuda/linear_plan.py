@@ -24,19 +24,20 @@ from lamina.kernels.cuda.programs import program
 from lamina.kernels.cuda.weights import CudaWeight, DensePart, PackedPart, Part
 from lamina.spec.quant import GgmlType
 
-ACCUMULATE, GATED, GELU = 1, 2, 4  # Flags of linear.cuh and rows.cu
+ACCUMULATE, GATED, GATE_SHIFT = 1, 2, 2  # Flags of linear.cuh and rows.cu
+GATES = {"silu": 0, "gelu_tanh": 1, "swiglu_clamped": 2}  # Gate of common.cuh
 DENSE_ROWS = 8
-_ELEMENTS = {GgmlType.F32: 0, GgmlType.F16: 1, GgmlType.BF16: 2}  # ELEMENT of dense.cu
+ELEMENTS = {GgmlType.F32: 0, GgmlType.F16: 1, GgmlType.BF16: 2}  # ELEMENT of dense.cu
 _DENSE_DTYPES = {GgmlType.F32: DType.F32, GgmlType.F16: DType.F16, GgmlType.BF16: DType.BF16}
 _TARGETS = {DType.F32: 0, DType.BF16: 2, DType.F16: 3}  # Target of dequantise.cu
 _NO_PART = (0, 0, 0, 0, 0, 0)
 
 # Launch bounds of the kernels on packed weights: most warps of a block, blocks that registers must suffice for.
 # Chosen by the compiler's register counts and by measurement on an H200; see benchmarks/cuda_backend.py.
-_ROW_BOUNDS = (14, 2)
+ROW_BOUNDS = (14, 2)
 _ROW_BOUNDS_OF_SMALL = (12, 2)  # more registers, where the card holds all blocks at once even so
-_DP4A_BOUNDS = (16, 2)
-_ROWS_BOUNDS = {8: (8, 2), 16: (8, 2), 32: (8, 2), 64: (4, 2)}  # by activation slots
+DP4A_BOUNDS = (16, 2)
+ROWS_BOUNDS = {8: (8, 2), 16: (8, 2), 32: (8, 2), 64: (4, 2)}  # by activation slots
 _WARPS_TO_FILL = 20  # of a multiprocessor, so that enough bytes are under way
 _MAX_BLOCKS = 32  # of a multiprocessor, on any card
 
@@ -56,7 +57,7 @@ def plan_linear(planner: Planner, x: Buffer, weight: Weight, out: Buffer, accumu
 def plan_gated_linear(planner: Planner, x: Buffer, weight: Weight, out: Buffer, activation: str) -> None:
     """out = act(gate) * up, in the linear's own epilogue where gate and up are interleaved."""
     stored, rows = storage_of(weight), planner.rows_of(out)
-    flags = GATED | (GELU if activation == "gelu_tanh" else 0)
+    flags = GATED | GATES[activation] << GATE_SHIFT
     form = planner.form_for(rows.capacity)
     if stored.paired and form.kind == BYTES:
         _multiply(planner, x, weight, out, rows, flags)
@@ -135,10 +136,10 @@ def _byte_kernel(
     """Source, definitions and launch bounds of the kernel for so many activation rows."""
     # Q2_K's minima per 16 values have no place in the one-row scheme
     if not planner.has_byte_mma or (slots == 1 and any(part.format.type is GgmlType.Q2_K for part in parts)):
-        return "linear_dp4a.cu", {"COLUMNS": slots}, _DP4A_BOUNDS
+        return "linear_dp4a.cu", {"COLUMNS": slots}, DP4A_BOUNDS
     if slots == 1:
-        return "linear_row.cu", {}, _ROW_BOUNDS
-    return "linear_rows.cu", {"COLUMN_TILES": slots // 8}, _ROWS_BOUNDS[slots]
+        return "linear_row.cu", {}, ROW_BOUNDS
+    return "linear_rows.cu", {"COLUMN_TILES": slots // 8}, ROWS_BOUNDS[slots]
 
 
 def choose_warps(num_groups: int, num_spans: int, bounds: tuple[int, int], num_multiprocessors: int) -> int:
@@ -175,7 +176,7 @@ def _dense_linear(
 ) -> None:
     columns = next((step for step in (1, 2, 4) if rows.capacity <= step), DENSE_ROWS)
     planner.call(
-        program("dense.cu", "linear", ELEMENT=_ELEMENTS[part.type], COLUMNS=columns),
+        program("dense.cu", "linear", ELEMENT=ELEMENTS[part.type], COLUMNS=columns),
         (ceil_div(part.rows, BLOCK // 32), ceil_div(rows.capacity, columns), 1),
         BLOCK,
         stored.address(part),
@@ -310,7 +311,7 @@ def _decoded_slices(planner: Planner, stored: CudaWeight, part: Part) -> Iterato
             first, num_rows = start, count
             grid = (ceil_div(part.columns, BLOCK), count, 1)
             args = (stored.address(part), part.stride, memory.address, start, part.columns, _TARGETS[compute])
-            planner.call(program("dense.cu", "convert", ELEMENT=_ELEMENTS[part.type]), grid, BLOCK, *args)
+            planner.call(program("dense.cu", "convert", ELEMENT=ELEMENTS[part.type]), grid, BLOCK, *args)
         yield first, num_rows, Matrix(memory, 0, num_rows, part.columns, part.columns, compute)
 
 
@@ -344,7 +345,7 @@ def plan_embed(planner: Planner, tokens: Buffer, table: Weight, out: Buffer, sca
             entry = program("dequantise.cu", "embed", FORMAT=part.format.name)
             planner.call(entry, (units, rows.capacity, 1), 32, stored.address(part), *common, *sizes, scale)
         else:
-            entry = program("dense.cu", "embed", ELEMENT=_ELEMENTS[part.type])
+            entry = program("dense.cu", "embed", ELEMENT=ELEMENTS[part.type])
             grid = (ceil_div(part.columns, BLOCK), rows.capacity, 1)
             at = (stored.address(part), part.stride)
             planner.call(entry, grid, BLOCK, *at, *common, table.out_features, part.columns, scale)

@@ -20,6 +20,9 @@ _PART = "PPiiii"
 _LINEAR = (_PART, _PART, "PPPPiiii")
 _ATTENTION = "P" * 11 + "i" * 8 + "ff"
 _HEADS = "Pii"
+_MATRICES = "PPPii"
+_SELECTION = "PPiiiP"
+_INPUTS = "PPii"
 
 SIGNATURES: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("linear_row.cu", "linear"): _LINEAR,
@@ -42,6 +45,16 @@ SIGNATURES: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("rows.cu", "gather_rows"): (*"PiPPiiP",),
     ("rows.cu", "argmax"): (*"PiiPiPP",),
     ("sample.cu", "sample"): (*"PiiPiPiP",),
+    ("experts.cu", "route"): (*"PiiPiPiiiiffP",),
+    ("experts.cu", "bin"): (_SELECTION, *"iiiiPPPP"),
+    ("experts.cu", "prepare_pairs"): (*"PiiiiPP", _ACTIVATIONS),
+    ("experts.cu", "combine"): ("PPiii", _MATRICES, _SELECTION, *"Piii"),
+    ("expert_row.cu", "expert_gated"): (_MATRICES, _MATRICES, _SELECTION, _INPUTS, *"Piiii"),
+    ("expert_row.cu", "expert_linear"): (_MATRICES, _SELECTION, _INPUTS, *"Piiii"),
+    ("expert_rows.cu", "expert_gated"): (_MATRICES, _MATRICES, "PPP", _INPUTS, *"Piiii"),
+    ("expert_rows.cu", "expert_linear"): (_MATRICES, "PPP", _INPUTS, "P"),
+    ("expert_dense.cu", "expert_gated"): (_MATRICES, _MATRICES, _SELECTION, *"iiiPiiPii"),
+    ("expert_dense.cu", "expert_linear"): (_MATRICES, _SELECTION, *"iiPiiPii"),
     ("attention_few.cu", "attend_few"): (_ATTENTION, _ACTIVATIONS),
     ("attention_many.cu", "attend_many"): (_ATTENTION, _ACTIVATIONS),
     ("attention_plain.cu", "attend_plain"): (_ATTENTION, *"iiiP"),

@@ -143,10 +143,11 @@ def store_weight(
 
 
 def _runs(tensors: Sequence[HostTensor]) -> list[list[HostTensor]]:
-    """Neighbours of one type together."""
+    """Neighbours of one type together, unless matrices of experts would share groups of rows."""
     runs: list[list[HostTensor]] = []
+    apart = len(tensors) > 2 and len({t.rows for t in tensors}) == 1 and tensors[0].rows % GROUP_ROWS != 0
     for tensor in tensors:
-        if runs and runs[-1][0].type is tensor.type:
+        if runs and runs[-1][0].type is tensor.type and not apart:
             runs[-1].append(tensor)
         else:
             runs.append([tensor])

@@ -91,10 +91,27 @@ DEVICE void hand_over(const Activations& to, int n, int quad, float x0, float x1
     }
 }
 
-DEVICE float activate(float gate, int gelu) {
-    if (gelu) {
+enum Gate { SILU = 0, GELU_TANH = 1, SWIGLU_CLAMPED = 2 };
+
+// The end of a gated linear; the clamped kind is gpt-oss's.
+DEVICE float gated(float gate, float up, int kind) {
+    if (kind == GELU_TANH) {
         const float inner = 0.7978845608028654f * gate * (1.f + 0.044715f * gate * gate);
-        return 0.5f * gate * (1.f + tanhf(inner));
+        return 0.5f * gate * (1.f + tanhf(inner)) * up;
     }
-    return gate / (1.f + expf(-gate));
+    if (kind == SWIGLU_CLAMPED) {
+        gate = gate > 7.f ? 7.f : gate;  // NaN stays NaN
+        up = up > 7.f ? 7.f : up < -7.f ? -7.f : up;
+        return gate / (1.f + expf(-1.702f * gate)) * (up + 1.f);
+    }
+    return gate / (1.f + expf(-gate)) * up;
+}
+
+constexpr u64 ANY_NAN = ~0ull;
+
+// Larger values, then smaller columns, have larger keys.
+DEVICE u64 argmax_key(float value, int column) {
+    const u32 bits = __float_as_uint(value + 0.f);  // -0 becomes 0, which it equals
+    const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return static_cast<u64>(ordered) << 32 | (0xffffffffu - static_cast<u32>(column));
 }

@@ -12,7 +12,7 @@
 #define NUM_PARTS 2
 #endif
 
-enum Flags { ACCUMULATE = 1, GATED = 2, GELU = 4 };
+enum Flags { ACCUMULATE = 1, GATED = 2, GATE_SHIFT = 2 };  // and the kind of gate
 
 // Rows first .. first + rows - 1 of the stacked weight. half > 0: two interleaved parts of `half` rows each, a group
 // holds 8 rows of the first and the same 8 of the second.
@@ -77,7 +77,7 @@ struct Ending {
             if (p.flags & GATED) {
                 float up = is_early ? up_bias[i] : part.bias ? part.bias[row + part.half] : 0.f;
                 for (int warp = 0; warp < warps; warp++) up += partial[warp][local + 8][n];
-                value = activate(value, p.flags & GELU) * up;
+                value = gated(value, up, p.flags >> GATE_SHIFT);
             }
             if (p.flags & ACCUMULATE) value += is_early ? old[i] : *to;
             *to = value;

@@ -221,7 +221,7 @@ store_q8(const Heads k, const Heads v, const Cache cache, int key_dim, const int
     *reinterpret_cast<u16*>(page + scale_offset(dim, token, d)) = static_cast<u16>(bits);
 }
 
-enum Flags { ACCUMULATE = 1, GATED = 2, GELU = 4 };
+enum Flags { ACCUMULATE = 1, GATED = 2, GATE_SHIFT = 2 };  // and the kind of gate
 
 // The end of a linear that cuBLAS multiplied: bias, gate, sum; hands over as well. Grid (blocks, rows).
 KERNEL __launch_bounds__(256)
@@ -241,7 +241,7 @@ finish(const float* product, int product_stride, const float* bias, float* out, 
         if (bias) *values[j] += bias[column];
         if (flags & GATED) {
             const float up = from[half + column] + (bias ? bias[half + column] : 0.f);
-            *values[j] = activate(*values[j], flags & GELU) * up;
+            *values[j] = gated(*values[j], up, flags >> GATE_SHIFT);
         }
     }
     float* row = out + static_cast<size_t>(n) * out_stride;
@@ -285,15 +285,6 @@ gather_rows(const float* x, int x_stride, const int* indices, float* out, int ou
     const int n = blockIdx.y, i = blockIdx.x * blockDim.x + threadIdx.x;
     if (n >= rows || i >= columns) return;
     out[static_cast<size_t>(n) * out_stride + i] = x[static_cast<size_t>(indices[n]) * x_stride + i];
-}
-
-constexpr u64 ANY_NAN = ~0ull;
-
-// Larger values, then smaller columns, have larger keys.
-DEVICE u64 argmax_key(float value, int column) {
-    const u32 bits = __float_as_uint(value + 0.f);  // -0 becomes 0, which it equals
-    const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return static_cast<u64>(ordered) << 32 | (0xffffffffu - static_cast<u32>(column));
 }
 
 struct RowMaximum {
