@@ -94,15 +94,25 @@ def test_the_devices_argmax_is_taken_without_fetching_logits() -> None:
     """-1 is a row that is not finite."""
     sampler = sampler_with(addition(0), addition(1))
     tokens = sampler.sample(
-        [(SeqId(0), 2), (SeqId(1), 2)], lambda: pytest.fail("logits were fetched"), np.array([5, -1], np.int32)
+        [(SeqId(0), 2), (SeqId(1), 2)], lambda _: pytest.fail("logits were fetched"), np.array([5, -1], np.int32)
     )
     assert (tokens[0].token, tokens[1].finish) == (5, FinishReason.ERROR)
 
 
-def test_logits_are_fetched_where_one_row_needs_them() -> None:
-    sampler = sampler_with(addition(0), addition(1, SamplingParams(logit_bias={6: 50.0})))
-    tokens = sampler.sample([(SeqId(0), 2), (SeqId(1), 2)], lambda: rows(5, 5), np.array([5, 5], np.int32))
-    assert [t.token for t in tokens] == [5, 6]
+def test_logits_are_fetched_of_rows_that_need_them_alone() -> None:
+    """A sequence that has ended needs none."""
+    biased = SamplingParams(logit_bias={6: 50.0})
+    sampler = sampler_with(addition(0), addition(1, biased), addition(2), addition(3, biased, max_tokens=1))
+    asked = []
+
+    def fetch(wanted: list[int]) -> Logits:
+        asked.append(wanted)
+        return rows(5, 5, 5, 5)[wanted]
+
+    for pos in (2, 3):
+        tokens = sampler.sample([(SeqId(seq), pos) for seq in range(4)], fetch, np.array([5, 5, 4, 5], np.int32))
+        assert [t.token for t in tokens] == [5, 6, 4, 6 if pos == 2 else 0]
+    assert asked == [[1, 3], [1]]
 
 
 def test_best_tokens_of_the_host() -> None:
@@ -322,7 +332,7 @@ def test_what_the_device_drew_is_taken() -> None:
     """A mixed step: logits are fetched for the row that needs them, and only that row is drawn here."""
     sampler = sampler_with(addition(0, DRAWN), addition(1), addition(2, ON_THE_HOST[0]), addition(3, DRAWN))
     chosen = np.array([6, 4, 1, -1], np.int32)
-    tokens = sampler.sample([(SeqId(seq), 2) for seq in range(4)], lambda: 50 * rows(1, 1, 5, 1), chosen)
+    tokens = sampler.sample([(SeqId(seq), 2) for seq in range(4)], lambda wanted: 50 * rows(1, 1, 5, 1)[wanted], chosen)
     assert [token.token for token in tokens] == [6, 4, 5, 0]
     assert tokens[3].finish is FinishReason.ERROR
 

@@ -43,9 +43,10 @@ class _SequenceState:
     def __post_init__(self) -> None:
         p = self.add.sampling
         has_changes = p.logit_bias or filters.has_penalties(p) or self.add.grammar
-        self.is_drawn_on_device = not has_changes and p.num_logprobs < 0 and (p.temperature <= 0 or p.typical_p >= 1)
+        self.is_greedy = p.temperature <= 0
+        self.is_drawn_on_device = not has_changes and p.num_logprobs < 0 and (self.is_greedy or p.typical_p >= 1)
         lowest, highest = _TEMPERATURES
-        temperature = min(max(p.temperature, lowest), highest) if p.temperature > 0 else 0.0
+        temperature = 0.0 if self.is_greedy else min(max(p.temperature, lowest), highest)
         self.device_row = (temperature, float(p.top_k), p.top_p, p.min_p, p.top_n_sigma)
         self._num_prompt = len(self.add.history_ids) - self.add.num_generated
 
@@ -93,8 +94,7 @@ class Sampler:
 
     def needs_logits(self, rows: Sequence[tuple[SeqId, int]]) -> bool:
         """Whether `sample` of these rows needs more than the device's own tokens."""
-        states = [self._sequences.get(seq) for seq, _ in rows]
-        return not all(state is None or state.is_drawn_on_device for state in states)
+        return bool(self._host_rows(rows))
 
     def device_params(self, rows: Sequence[tuple[SeqId, int]]) -> Logits | None:
         """What `ops.sample` takes for these rows, float32 [len(rows), SAMPLE_PARAMS]; None if argmax will do for all.
@@ -105,7 +105,7 @@ class Sampler:
         table = []
         for seq, pos in rows:
             state = self._sequences.get(seq)
-            if state is not None and state.is_drawn_on_device and state.device_row[0] > 0:
+            if state is not None and state.is_drawn_on_device and not state.is_greedy:
                 table.append((*state.device_row, state.uniform_at(pos)))
                 drawn = True
             else:
@@ -113,11 +113,14 @@ class Sampler:
         return np.array(table, np.float32).reshape(-1, len(SAMPLE_PARAMS)) if drawn else None
 
     def sample(
-        self, rows: Sequence[tuple[SeqId, int]], logits: Logits | Callable[[], Logits], chosen: Ints | None = None
+        self,
+        rows: Sequence[tuple[SeqId, int]],
+        logits: Logits | Callable[[list[int]], Logits],
+        chosen: Ints | None = None,
     ) -> tuple[SampledToken, ...]:
         """One token per row: `rows` are (sequence, position of the new token), logits float32 [len(rows), vocab].
 
-        `logits` may be a function that fetches them from the device; it is called only if some row needs them.
+        `logits` may be a function that fetches some of them from the device, by row; it is called if any are needed.
         `chosen` int32 [len(rows)] is what the device drew by `device_params`, -1 for a row that is not finite; without
         it everything is drawn here.
 
@@ -126,15 +129,17 @@ class Sampler:
         """
         if not rows:
             return ()
-        states = [self._sequences.get(seq) for seq, _ in rows]
-        on_device = [chosen is not None and state is not None and state.is_drawn_on_device for state in states]
+        fetched = list(range(len(rows))) if chosen is None else self._host_rows(rows)
         values = _NO_LOGITS
-        if chosen is None or self.needs_logits(rows):
-            values = logits() if callable(logits) else logits
+        if fetched:
+            values = logits(fetched) if callable(logits) else logits[fetched]
+        place_of = {row: place for place, row in enumerate(fetched)}
+        is_drawn = chosen is not None
         if chosen is None:
             chosen = best_tokens(values)
         sampled = []
-        for i, ((seq, pos), state) in enumerate(zip(rows, states, strict=True)):
+        for i, (seq, pos) in enumerate(rows):
+            state = self._sequences.get(seq)
             if state is None:
                 cause = f"InvalidPlan: sequence {seq} was not added before its first step"
                 sampled.append(SampledToken(seq, pos, 0, finish=FinishReason.ERROR, error=cause))
@@ -144,14 +149,19 @@ class Sampler:
                 sampled.append(_fail(state, pos, f"NumericalError: the logits for position {pos} are not finite"))
             elif state.failure:
                 sampled.append(_fail(state, pos, state.failure))
-            elif on_device[i]:
+            elif state.is_drawn_on_device and (is_drawn or state.is_greedy):
                 sampled.append(self._advance(state, pos, int(chosen[i])))
             else:
                 try:
-                    sampled.append(self._sample_row(state, pos, values[i]))
+                    sampled.append(self._sample_row(state, pos, values[place_of[i]]))
                 except LaminaError as error:
                     sampled.append(_fail(state, pos, f"{type(error).__name__}: {error}"))
         return tuple(sampled)
+
+    def _host_rows(self, rows: Sequence[tuple[SeqId, int]]) -> list[int]:
+        """Which of these rows `sample` needs logits of, beside what the device drew."""
+        states = [self._sequences.get(seq) for seq, _ in rows]
+        return [i for i, state in enumerate(states) if state and not state.ended and not state.is_drawn_on_device]
 
     def score(self, wanted: Iterable[tuple[SeqId, range]], logits: Logits) -> tuple[float, ...]:
         """Natural log-probabilities of tokens in the histories: of each sequence those at the given positions.
@@ -177,8 +187,7 @@ class Sampler:
             logits[~state.matcher.mask(state.add.stop_ids)] = -np.inf
         if not np.isfinite(logits.max()):
             raise NumericalError(f"bias, penalties or the grammar leave no token to choose for position {pos}")
-        is_greedy = params.temperature <= 0
-        token = int(logits.argmax()) if is_greedy else filters.draw(logits, params, state.uniform_at(pos))
+        token = int(logits.argmax()) if state.is_greedy else filters.draw(logits, params, state.uniform_at(pos))
         if params.num_logprobs < 0:
             return self._advance(state, pos, token)
         logprob, top = filters.logprobs(raw, token, params.num_logprobs)

@@ -245,11 +245,10 @@ class Stage:
 
     def _answer(self, model: StageModel, plan: StepPlan, best: NDArray[np.generic], *, needs_logits: bool) -> StepDone:
         rows = [(piece.seq, piece.end) for piece in plan.sampled()]
-        if not needs_logits:
-            return StepDone(plan.epoch, plan.step, self._sampler.sample(rows, _no_logits, best.astype(np.int32)))
-        logits = model.logits(plan.num_logit_rows)
         if not plan.num_scored:
-            return StepDone(plan.epoch, plan.step, self._sampler.sample(rows, logits, best.astype(np.int32)))
+            fetch = model.logits_of if needs_logits else _no_logits
+            return StepDone(plan.epoch, plan.step, self._sampler.sample(rows, fetch, best.astype(np.int32)))
+        logits = model.logits(plan.num_logit_rows)
         counts = [(count, piece.want_logits) for piece, count in zip(plan.slices, plan.num_scored, strict=True)]
         is_sampled = np.array([x for count, wanted in counts for x in [False] * count + [True] * wanted], np.bool_)
         tokens = self._sampler.sample(rows, logits[is_sampled])
@@ -360,7 +359,7 @@ class Stage:
             )
 
 
-def _no_logits() -> NDArray[np.float32]:
+def _no_logits(rows: list[int]) -> NDArray[np.float32]:
     raise InvalidPlan("a sequence was added, or its sampling changed, after a step that samples it was launched")
 
 

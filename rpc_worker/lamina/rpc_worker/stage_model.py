@@ -131,6 +131,13 @@ class StageModel:
         """The logits float32 [rows, vocab] of the step just run."""
         return self._backend.download(self._arena["logits"], num_rows).astype(np.float32, copy=False)
 
+    def logits_of(self, rows: list[int]) -> NDArray[np.float32]:
+        """The logits float32 [rows, vocab] of some rows of the step just run."""
+        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+        logits = self._arena["logits"]
+        parts = [self._backend.download(logits.rows(int(run[0]), int(run[-1]) + 1), len(run)) for run in runs]
+        return np.concatenate(parts).astype(np.float32, copy=False)
+
     def best(self, num_rows: int) -> Ints:
         """The drawn or most likely tokens int32 [rows] of the step just run, -1 where a row is not finite."""
         return self._backend.download(self._arena["best"], num_rows).astype(np.int32, copy=False)
