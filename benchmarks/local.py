@@ -14,7 +14,7 @@ from peer import start_peer
 from report import Figure, Report, argument_parser, figure, stop_on_sigterm, take_turns
 from shapes import model_path
 
-MODELS = ("smollm2", "llama1b", "qwen05b")
+MODELS = ("smollm2", "llama1b", "qwen05b", "moe1b")
 _ASK_S = 900.0
 
 
@@ -67,7 +67,11 @@ def short_count(number: int) -> str:
 def cases_of(model: str, threads: int, *, quick: bool) -> Iterator[Case]:
     """The figures of one model and thread count."""
     num_tokens = 48 if model == "smollm2" else 24
-    if quick and threads == 1:
+    if quick and model == "moe1b":
+        yield Case(model, threads, "decode", 0, num_tokens)
+        if threads == 2:
+            yield Case(model, threads, "prefill", 128)
+    elif quick and threads == 1:
         yield Case(model, threads, "decode", 0, num_tokens)
         yield Case(model, threads, "prefill", 128)
         yield Case(model, threads, "loopback", 0, num_tokens)

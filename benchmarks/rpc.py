@@ -21,12 +21,13 @@ from contest import (
     stop_process,
     wait_for_port,
 )
-from local import MODELS, Case
+from local import Case
 from network import NoNetwork, TwoHosts
 from peer import server_command, start_peer
 from report import Report, argument_parser, stop_on_sigterm
 from shapes import model_path
 
+MODELS = ("smollm2", "llama1b", "qwen05b")
 _PAIRS = (("rpc", False), ("rpc.1gbit", True))
 _MAX_CONTEXT = 1024
 

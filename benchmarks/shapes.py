@@ -32,7 +32,7 @@ _T = GGMLQuantizationType
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a file is made of; `mix` is "q4_k_m" or "q8_0"."""
+    """What a file is made of; `mix` is "q4_k_m" or "q8_0". With `experts`, `ff` is the width of each."""
 
     name: str
     arch: str
@@ -47,6 +47,8 @@ class Shape:
     context: int
     rope_base: float
     tied: bool
+    experts: int = 0
+    selected: int = 0
 
     @property
     def file_name(self) -> str:
@@ -58,6 +60,8 @@ SHAPES = {
     for shape in (
         Shape("llama1b", "llama", "q4_k_m", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 5e5, True),
         Shape("llama8b", "llama", "q4_k_m", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 5e5, False),
+        # a billion parameters, of which each token reads an eighth of the experts', as in Qwen3-30B-A3B (a sixteenth)
+        Shape("moe1b", "qwen3moe", "q4_k_m", 10, 1024, 512, 16, 4, 64, 49152, 32768, 1e6, True, 64, 8),
         Shape("qwen05b", "qwen2", "q8_0", 24, 896, 4864, 14, 2, 64, 151936, 32768, 1e6, True),
         Shape("qwen7b", "qwen2", "q4_k_m", 28, 3584, 18944, 28, 4, 128, 152064, 32768, 1e6, False),
     )
@@ -66,17 +70,18 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A row of the tensor table, in torch's order: `rows` x `cols`; a vector has one row."""
+    """A row of the tensor table, in torch's order: `rows` x `cols`, `experts` times; a vector has one row."""
 
     name: str
     kind: GGMLQuantizationType
     rows: int
     cols: int
+    experts: int = 1
 
     @property
     def num_bytes(self) -> int:
         block_values, block_bytes = GGML_QUANT_SIZES[self.kind]
-        return self.rows * self.cols // block_values * block_bytes
+        return self.experts * self.rows * self.cols // block_values * block_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +128,17 @@ def tensors_of(shape: Shape) -> Iterator[Tensor]:
             yield Tensor(f"blk.{i}.attn_q.bias", _T.F32, 1, query)
             yield Tensor(f"blk.{i}.attn_k.bias", _T.F32, 1, kv)
             yield Tensor(f"blk.{i}.attn_v.bias", _T.F32, 1, kv)
+        if shape.arch == "qwen3moe":
+            yield Tensor(f"blk.{i}.attn_q_norm.weight", _T.F32, 1, shape.head_dim)
+            yield Tensor(f"blk.{i}.attn_k_norm.weight", _T.F32, 1, shape.head_dim)
         yield Tensor(f"blk.{i}.attn_output.weight", body_kind, shape.hidden, query)
         yield Tensor(f"blk.{i}.ffn_norm.weight", _T.F32, 1, shape.hidden)
-        yield Tensor(f"blk.{i}.ffn_gate.weight", body_kind, shape.ff, shape.hidden)
-        yield Tensor(f"blk.{i}.ffn_up.weight", body_kind, shape.ff, shape.hidden)
-        yield Tensor(f"blk.{i}.ffn_down.weight", better, shape.hidden, shape.ff)
+        if shape.experts:
+            yield Tensor(f"blk.{i}.ffn_gate_inp.weight", _T.F32, shape.experts, shape.hidden)
+        suffix, experts = ("_exps", shape.experts) if shape.experts else ("", 1)
+        yield Tensor(f"blk.{i}.ffn_gate{suffix}.weight", body_kind, shape.ff, shape.hidden, experts)
+        yield Tensor(f"blk.{i}.ffn_up{suffix}.weight", body_kind, shape.ff, shape.hidden, experts)
+        yield Tensor(f"blk.{i}.ffn_down{suffix}.weight", better, shape.hidden, shape.ff, experts)
     yield Tensor("output_norm.weight", _T.F32, 1, shape.hidden)
     if not shape.tied:
         yield Tensor("output.weight", head_kind, shape.vocab, shape.hidden)
@@ -140,7 +151,8 @@ def has_better_type(layer: int, num_layers: int) -> bool:
 
 
 def values_of(tensor: Tensor, rng: np.random.Generator) -> NDArray[np.generic]:
-    """The tensor's values as they are stored: float32 [cols] of a vector, raw blocks uint8 [rows, row bytes] else.
+    """The tensor's values as they are stored: float32 [cols] of a vector or [rows, cols] of a router, else raw blocks
+    uint8 [all experts' rows, row bytes].
 
     A matrix decodes to values of mean 0 and rms about 1 / sqrt(cols), so that activations keep their size. Raises
     KeyError for a block type without a layout here.
@@ -151,8 +163,10 @@ def values_of(tensor: Tensor, rng: np.random.Generator) -> NDArray[np.generic]:
         is_norm = tensor.name.endswith("norm.weight")
         spread = rng.normal(0.0, 0.05, tensor.cols)
         return (spread + 1.0 if is_norm else spread).astype(np.float32)
+    if tensor.kind == _T.F32:
+        return (rng.standard_normal((tensor.rows, tensor.cols)) / math.sqrt(tensor.cols)).astype(np.float32)
     block_values, block_bytes = GGML_QUANT_SIZES[tensor.kind]
-    num_blocks = tensor.rows * tensor.cols // block_values
+    num_blocks = tensor.experts * tensor.rows * tensor.cols // block_values
     words = rng.integers(0, 2**64, -(-tensor.num_bytes // 8), dtype=np.uint64)
     blocks = words.view(np.uint8)[: tensor.num_bytes].reshape(num_blocks, block_bytes)
     scales = np.exp(rng.uniform(-0.3, 0.3, num_blocks)) / math.sqrt(tensor.cols)
@@ -162,7 +176,7 @@ def values_of(tensor: Tensor, rng: np.random.Generator) -> NDArray[np.generic]:
     _put_halves(blocks, layout.offset, scales / layout.unit_rms)
     if layout.min_offset is not None:
         _put_halves(blocks, layout.min_offset, scales / layout.unit_rms * layout.min_ratio)
-    return blocks.reshape(tensor.rows, -1)
+    return blocks.reshape(tensor.experts * tensor.rows, -1)
 
 
 def _put_halves(blocks: NDArray[np.uint8], offset: int, values: NDArray[np.float64]) -> None:
@@ -186,9 +200,10 @@ def write_shape(shape: Shape, path: Path, tokenizer_file: Path, seed: int = 1) -
     _add_model_metadata(writer, shape)
     _add_tokenizer(writer, tokenizer_file, shape.vocab)
     for tensor in tensors_of(shape):
-        is_vector = tensor.rows == 1
-        stored = [tensor.cols] if is_vector else [tensor.rows, tensor.num_bytes // tensor.rows]
-        dtype, raw = (np.dtype(np.float32), None) if is_vector else (np.dtype(np.uint8), tensor.kind)
+        is_float = tensor.kind == _T.F32
+        row = tensor.cols if is_float else tensor.num_bytes // (tensor.experts * tensor.rows)
+        stored = [size for size in (tensor.experts, tensor.rows) if size > 1] + [row]
+        dtype, raw = (np.dtype(np.float32), None) if is_float else (np.dtype(np.uint8), tensor.kind)
         writer.add_tensor_info(tensor.name, stored, dtype, tensor.num_bytes, raw)
     try:
         writer.write_header_to_file()
@@ -216,6 +231,13 @@ def _add_model_metadata(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_rope_freq_base(shape.rope_base)
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_vocab_size(shape.vocab)
+    if shape.arch == "qwen3moe":
+        writer.add_key_length(shape.head_dim)
+        writer.add_value_length(shape.head_dim)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.selected)
+        writer.add_expert_feed_forward_length(shape.ff)
     writer.add_quantization_version(2)
 
 

@@ -12,6 +12,7 @@ from lamina.coordinator.model_file import open_model_file
 from lamina.spec.digest import model_digest
 from lamina.spec.families import model_spec
 from lamina.spec.gguf import read_gguf
+from lamina.spec.model import ExpertsFfn
 from lamina.spec.quant import GgmlType
 from support.models import smollm2_path
 
@@ -21,6 +22,9 @@ SMALL = {
     ),
     "qwen2": replace(
         shapes.SHAPES["qwen05b"], layers=2, hidden=64, ff=96, heads=2, kv_heads=1, head_dim=32, vocab=49152, tied=False
+    ),
+    "qwen3moe": replace(
+        shapes.SHAPES["moe1b"], layers=2, hidden=256, ff=256, heads=4, kv_heads=2, context=512, experts=4, selected=2
     ),
 }
 
@@ -43,6 +47,8 @@ def test_lamina_reads_what_was_written(written: tuple[shapes.Shape, Path]) -> No
         shape.heads, shape.kv_heads, shape.head_dim,
     )  # fmt: skip
     assert spec.tie_embeddings == shape.tied
+    ffn = spec.layers[1].ffn
+    assert (ffn.num_experts, ffn.num_selected) == (4, 2) if isinstance(ffn, ExpertsFfn) else not shape.experts
     assert not list(path.parent.glob("*.partial"))
 
 

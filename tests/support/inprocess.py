@@ -34,7 +34,7 @@ class InProcessModel:
         self.stages = [Stage(backend, self.spec, LayerRange(start, stop), settings) for start, stop in pairwise(bounds)]
         for stage in self.stages:
             stage.load(file.tensors, lambda _: None)
-            stage.allocate_cache((settings.max_blocks_per_seq * settings.max_seqs,))
+            stage.allocate_cache((settings.max_blocks_per_seq * settings.max_seqs,) * len(self.spec.cache_groups))
         self._next_step = 0
         self._lengths: dict[int, int] = {}
 
@@ -47,7 +47,8 @@ class InProcessModel:
             first = seq * self.settings.max_blocks_per_seq
             held, needed = -(-pos // BLOCK_TOKENS), -(-end // BLOCK_TOKENS)
             blocks = tuple(BlockId(first + block) for block in range(held, needed))
-            slices.append(SeqSlice(SeqId(seq), pos, len(tokens), Tokens(tuple(tokens)), (blocks,), True))
+            new_blocks = (blocks,) * len(self.spec.cache_groups)
+            slices.append(SeqSlice(SeqId(seq), pos, len(tokens), Tokens(tuple(tokens)), new_blocks, True))
             self._lengths[seq] = end
         plan = StepPlan(Epoch(1), StepId(self._next_step), tuple(slices))
         self._next_step += 1

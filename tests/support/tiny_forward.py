@@ -1,6 +1,7 @@
 """A second opinion on the model code: the forward pass of a small GGUF file in numpy float64, whole prompt at once.
 
-Owns one plain reading of the llama, qwen2 and qwen3 architectures as GGUF stores them. Must not import anything of
+Owns one plain reading of the llama (Mixtral included), qwen2, qwen3, qwen3moe and gpt-oss architectures as GGUF
+stores them. Must not import anything of
 lamina and must stay simple enough to be checked by eye: no cache, no batching, no splitting.
 """
 
@@ -36,9 +37,12 @@ class TinyModel:
         for layer in range(int(self._get("block_count"))):
             prefix = f"blk.{layer}."
             x = x + self._attention(prefix, self._norm(x, prefix + "attn_norm"), cos, sin)
-            h = self._norm(x, prefix + "ffn_norm")
-            gate = self._linear(h, prefix + "ffn_gate")
-            x = x + self._linear(gate / (1 + np.exp(-gate)) * self._linear(h, prefix + "ffn_up"), prefix + "ffn_down")
+            h = self._norm(x, prefix + ("post_attention_norm" if self.arch == "gpt-oss" else "ffn_norm"))
+            if prefix + "ffn_gate_inp.weight" in self.weights:
+                x = x + self._experts(prefix, h)
+            else:
+                gated = self._join(self._linear(h, prefix + "ffn_gate"), self._linear(h, prefix + "ffn_up"))
+                x = x + self._linear(gated, prefix + "ffn_down")
         head = self.weights.get("output.weight", self.weights["token_embd.weight"])
         result: Array = self._norm(x, "output_norm") @ head.T
         return result
@@ -65,12 +69,37 @@ class TinyModel:
         result: Array = x @ self.weights[name + ".weight"].T + self.weights.get(name + ".bias", np.zeros(1))
         return result
 
+    def _experts(self, prefix: str, x: Array) -> Array:
+        """Token by token, expert by expert; shares sum to 1 in every family here."""
+        scores = self._linear(x, prefix + "ffn_gate_inp")
+        out = np.zeros_like(x)
+        for token, row in enumerate(scores):
+            chosen = np.argsort(-row, kind="stable")[: int(self._get("expert_used_count"))]
+            exps = np.exp(row[chosen] - row.max())
+            for expert, share in zip(chosen.tolist(), exps / exps.sum(), strict=True):
+                gate, up = (
+                    self._expert_linear(x[token], prefix + f"ffn_{part}_exps", expert) for part in ("gate", "up")
+                )
+                out[token] += share * self._expert_linear(self._join(gate, up), prefix + "ffn_down_exps", expert)
+        return out
+
+    def _expert_linear(self, x: Array, name: str, expert: int) -> Array:
+        bias = self.weights.get(name + ".bias")
+        result: Array = self.weights[name + ".weight"][expert] @ x
+        return result if bias is None else result + bias[expert]
+
+    def _join(self, gate: Array, up: Array) -> Array:
+        if self.arch == "gpt-oss":
+            gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0) + 1
+            return gate / (1 + np.exp(-1.702 * gate)) * up
+        return gate / (1 + np.exp(-gate)) * up
+
     def _attention(self, prefix: str, x: Array, cos: Array, sin: Array) -> Array:
         n = len(x)
         q = self._linear(x, prefix + "attn_q").reshape(n, self.num_heads, self.head_dim)
         k = self._linear(x, prefix + "attn_k").reshape(n, self.num_kv_heads, self.head_dim)
         v = self._linear(x, prefix + "attn_v").reshape(n, self.num_kv_heads, self.head_dim)
-        if self.arch == "qwen3":
+        if prefix + "attn_q_norm.weight" in self.weights:
             q, k = self._norm(q, prefix + "attn_q_norm"), self._norm(k, prefix + "attn_k_norm")
         q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
         group = self.num_heads // self.num_kv_heads
@@ -78,8 +107,14 @@ class TinyModel:
         for head in range(self.num_heads):
             scores = q[:, head] @ k[:, head // group].T / math.sqrt(self.head_dim)
             scores[np.triu_indices(n, 1)] = -np.inf
-            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            out[:, head] = weights / weights.sum(axis=-1, keepdims=True) @ v[:, head // group]
+            if f"{self.arch}.attention.sliding_window" in self.metadata and int(prefix.split(".")[1]) % 2 == 0:
+                scores[np.tril_indices(n, -int(self._get("attention.sliding_window")))] = -np.inf
+            peak = scores.max(axis=-1, keepdims=True)
+            weights = np.exp(scores - peak)
+            total = weights.sum(axis=-1, keepdims=True)
+            if prefix + "attn_sinks.weight" in self.weights:
+                total = total + np.exp(self.weights[prefix + "attn_sinks.weight"][head] - peak)
+            out[:, head] = weights / total @ v[:, head // group]
         return self._linear(out.reshape(n, -1), prefix + "attn_output")
 
     def _rotate(self, x: Array, cos: Array, sin: Array) -> Array:

@@ -5,18 +5,22 @@ Knows metadata keys and tensor names; knows no backend, and reads nothing but th
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lamina.spec.checkpoint import TensorIndex, TensorInfo
 from lamina.spec.errors import InvalidCheckpoint, UnsupportedModel
 from lamina.spec.gguf import GgufFile
 from lamina.spec.metadata import Metadata
 from lamina.spec.model import (
+    MAX_SELECTED_EXPERTS,
     Activation,
     AttentionSpec,
     CacheGroup,
     CacheKind,
     DenseFfn,
+    ExpertsFfn,
+    Ffn,
+    Gating,
     LayerSpec,
     LinearScaling,
     ModelSpec,
@@ -26,6 +30,7 @@ from lamina.spec.model import (
     RopeSpec,
     YarnScaling,
     companion_names,
+    is_vector,
     stage_tensor_shapes,
 )
 from lamina.spec.quant import FLOAT_TYPES, WEIGHT_TYPES, GgmlType
@@ -40,7 +45,12 @@ class Family:
     rope_layout: RopeLayout
     qkv_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False
+    window_period: int = 0  # all but the last of so many layers attend to a window, where the metadata have one
     activation: Activation = Activation.SILU
+    ffn_norm: str = "ffn_norm"
+    gating: Gating = Gating.SOFTMAX  # of layers with experts
+    normalise_shares: bool = True
 
 
 _FAMILIES = {
@@ -49,8 +59,23 @@ _FAMILIES = {
         Family("llama", RopeLayout.NORM),  # the converter has permuted q and k
         Family("qwen2", RopeLayout.NEOX, qkv_bias=True),
         Family("qwen3", RopeLayout.NEOX, qk_norm=True),
+        Family("qwen3moe", RopeLayout.NEOX, qk_norm=True),
+        Family(
+            "gpt-oss",
+            RopeLayout.NEOX,
+            qkv_bias=True,
+            sinks=True,
+            window_period=2,
+            activation=Activation.SWIGLU_CLAMPED,
+            ffn_norm="post_attention_norm",
+            gating=Gating.SOFTMAX_SELECTED,
+            normalise_shares=False,
+        ),
     )
 }
+
+
+_GATINGS = {1: Gating.SOFTMAX, 3: Gating.SOFTMAX_SELECTED}  # by expert_gating_func
 
 
 def model_spec(gguf: GgufFile, digest: str) -> ModelSpec:
@@ -65,7 +90,7 @@ def model_spec(gguf: GgufFile, digest: str) -> ModelSpec:
     attentions = _attentions(metadata, family, tensors, hidden)
     groups = cache_groups([attention.window for attention in attentions])
     group_of_window = {group.window: group.index for group in groups}
-    widths = metadata.counts(f"{arch}.feed_forward_length", len(attentions))
+    ffns = [_ffn(metadata, family, tensors, index, len(attentions)) for index in range(len(attentions))]
     spec = ModelSpec(
         architecture=arch,
         name=_printable(metadata.text("general.name", gguf.path.stem)),
@@ -74,9 +99,10 @@ def model_spec(gguf: GgufFile, digest: str) -> ModelSpec:
             LayerSpec(
                 index=index,
                 attention=attention,
-                ffn=DenseFfn(widths[index], family.activation),
+                ffn=ffns[index],
                 cache_group=group_of_window[attention.window],
                 fused_qkv=f"blk.{index}.attn_qkv.weight" in tensors,
+                ffn_norm=family.ffn_norm,
             )
             for index, attention in enumerate(attentions)
         ),
@@ -98,8 +124,6 @@ def _family(metadata: Metadata, gguf: GgufFile) -> Family:
     family = _FAMILIES.get(arch)
     if family is None:
         raise UnsupportedModel(f"{gguf.path}: architecture {arch!r:.60} is none of {', '.join(sorted(_FAMILIES))}")
-    if f"{arch}.expert_count" in metadata and gguf.metadata[f"{arch}.expert_count"] != 0:
-        raise UnsupportedModel(f"{gguf.path}: is a mixture of experts, which lamina does not run for {arch}")
     return family
 
 
@@ -110,10 +134,11 @@ def _attentions(metadata: Metadata, family: Family, tensors: TensorIndex, hidden
     if num_layers > len(tensors):  # before anything of that size is built
         raise metadata.fail(f"{arch}.block_count is {num_layers}, but there are only {len(tensors)} tensors")
     heads = metadata.counts(f"{arch}.attention.head_count", num_layers)
+    windows = _windows(metadata, family, num_layers)
     kv_key = f"{arch}.attention.head_count_kv"
     kv_heads = metadata.counts(kv_key, num_layers) if kv_key in metadata else heads
     return [
-        _attention(metadata, family, tensors, hidden, index, num_heads, num_kv_heads)
+        replace(_attention(metadata, family, tensors, hidden, index, num_heads, num_kv_heads), window=windows[index])
         for index, (num_heads, num_kv_heads) in enumerate(zip(heads, kv_heads, strict=True))
     ]
 
@@ -137,8 +162,62 @@ def _attention(
         qkv_bias=family.qkv_bias or f"{blk}.attn_q.bias" in tensors or f"{blk}.attn_qkv.bias" in tensors,
         output_bias=f"{blk}.attn_output.bias" in tensors,
         qk_norm=family.qk_norm,
+        sinks=family.sinks,
         softcap=metadata.optional_number(f"{arch}.attn_logit_softcapping"),
     )
+
+
+def _windows(metadata: Metadata, family: Family, num_layers: int) -> list[int | None]:
+    """What each layer's attention is limited to; the pattern is a period or a flag for each layer."""
+    key = f"{family.architecture}.attention.sliding_window"
+    if not family.window_period or key not in metadata:
+        return [None] * num_layers
+    window, pattern_key = metadata.count(key), f"{key}_pattern"
+    is_windowed = metadata.flags(pattern_key, num_layers)
+    if is_windowed is None:
+        period = metadata.count(pattern_key, family.window_period)
+        is_windowed = tuple(index % period < period - 1 for index in range(num_layers))
+    return [window if flag else None for flag in is_windowed]
+
+
+def _ffn(metadata: Metadata, family: Family, tensors: TensorIndex, index: int, num_layers: int) -> Ffn:
+    """Experts in a layer that has a router."""
+    arch, blk = family.architecture, f"blk.{index}"
+    width_key = f"{arch}.feed_forward_length"
+    if f"{blk}.ffn_gate_inp.weight" not in tensors:
+        if family.activation is Activation.SWIGLU_CLAMPED:
+            raise metadata.fail(f"tensor {blk}.ffn_gate_inp.weight is missing")
+        return DenseFfn(metadata.counts(width_key, num_layers)[index], family.activation)
+    expert_width_key = f"{arch}.expert_feed_forward_length"
+    has_own_width = expert_width_key in metadata
+    num_experts = metadata.count(f"{arch}.expert_count")
+    num_selected = metadata.count(f"{arch}.expert_used_count")
+    if num_selected > min(num_experts, MAX_SELECTED_EXPERTS):
+        raise UnsupportedModel(
+            f"{metadata.path}: {num_selected} of {num_experts} experts for each token;"
+            f" lamina runs up to {MAX_SELECTED_EXPERTS}"
+        )
+    return ExpertsFfn(
+        intermediate=metadata.counts(expert_width_key if has_own_width else width_key, num_layers)[index],
+        activation=family.activation,
+        num_experts=num_experts,
+        num_selected=num_selected,
+        gating=_gating(metadata, family),
+        normalise=metadata.flag(f"{arch}.expert_weights_norm", family.normalise_shares),
+        share_scale=metadata.optional_number(f"{arch}.expert_weights_scale") or 1.0,
+        bias=f"{blk}.ffn_gate_inp.bias" in tensors,
+        fused_gate_up=f"{blk}.ffn_gate_up_exps.weight" in tensors,
+    )
+
+
+def _gating(metadata: Metadata, family: Family) -> Gating:
+    key = f"{family.architecture}.expert_gating_func"
+    code = metadata.count(key) if metadata.optional_number(key) else None
+    if code is None:
+        return family.gating
+    if code not in _GATINGS:
+        raise UnsupportedModel(f"{metadata.path}: {key} is {code}; lamina knows {', '.join(map(str, _GATINGS))}")
+    return _GATINGS[code]
 
 
 def _rope(metadata: Metadata, family: Family, tensors: TensorIndex, key_dim: int) -> RopeSpec:
@@ -209,7 +288,7 @@ def check_tensors(spec: ModelSpec, tensors: TensorIndex) -> None:
 def _check_tensor(spec: ModelSpec, tensor: TensorInfo, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise InvalidCheckpoint(f"{spec.name}: expected {tensor.name} of shape {list(shape)}, found {tensor}")
-    allowed: frozenset[GgmlType] = FLOAT_TYPES if len(shape) == 1 else WEIGHT_TYPES
+    allowed: frozenset[GgmlType] = FLOAT_TYPES if is_vector(tensor.name, shape) else WEIGHT_TYPES
     if tensor.type not in allowed:
         names = ", ".join(sorted(kind.name for kind in allowed))
         raise UnsupportedModel(f"{spec.name}: tensor {tensor} has a type that is none of {names}")

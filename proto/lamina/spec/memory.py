@@ -4,12 +4,21 @@ The worker allocates from `arena_layout` and the planner sums it, so that what i
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from lamina.spec.checkpoint import TensorIndex
-from lamina.spec.model import LayerRange, ModelSpec, companion_names, end_tensor_shapes, layer_tensor_shapes
+from lamina.spec.model import (
+    ExpertsFfn,
+    Ffn,
+    LayerRange,
+    ModelSpec,
+    companion_names,
+    end_tensor_shapes,
+    is_vector,
+    layer_tensor_shapes,
+)
 from lamina.spec.placement import StageSettings
 from lamina.spec.quant import GgmlType, quant_format
 
@@ -68,7 +77,7 @@ def arena_layout(spec: ModelSpec, layers: LayerRange, settings: StageSettings) -
         ArenaBuffer("norm", rows, spec.hidden, "f32", "rows"),
         ArenaBuffer("qkv", rows, qkv, "f32", "rows"),
         ArenaBuffer("attention", rows, max(layer.attention.output_width for layer in owned), "f32", "rows"),
-        ArenaBuffer("gate", rows, max(layer.ffn.intermediate for layer in owned), "f32", "rows"),
+        *_ffn_layout([layer.ffn for layer in owned], rows),
     ]
     if layers.stop == spec.num_layers:
         buffers.append(ArenaBuffer("logit_hidden", logit_rows, spec.hidden, "f32", "logit_rows"))
@@ -92,6 +101,20 @@ def _staged_layout(spec: ModelSpec, layers: LayerRange, settings: StageSettings)
         ArenaBuffer(name, count, columns, "f32" if name == "sampling" else "i32", extent, staged=True)
         for name, count, columns, extent in items
     ]
+
+
+def _ffn_layout(ffns: Sequence[Ffn], rows: int) -> list[ArenaBuffer]:
+    """Between the matrices of any of these; every selected expert of a row has its own place."""
+    experts = [ffn for ffn in ffns if isinstance(ffn, ExpertsFfn)]
+    widths = [ffn.intermediate for ffn in ffns if not isinstance(ffn, ExpertsFfn)]
+    widths += [ffn.num_selected * ffn.intermediate for ffn in experts]
+    buffers = [ArenaBuffer("gate", rows, max(widths), "f32", "rows")]
+    if experts:
+        selected = max(ffn.num_selected for ffn in experts)
+        buffers.append(ArenaBuffer("gate_logits", rows, max(ffn.num_experts for ffn in experts), "f32", "rows"))
+        buffers.append(ArenaBuffer("experts", rows, selected, "i32", "rows"))
+        buffers.append(ArenaBuffer("shares", rows, selected, "f32", "rows"))
+    return buffers
 
 
 def arena_bytes(spec: ModelSpec, layers: LayerRange, settings: StageSettings) -> int:
@@ -131,8 +154,8 @@ class WeightBytes:
         return sum(self._tensor(name, shape) for name, shape in shapes.items())
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> float:
-        if len(shape) == 1:
-            return 4.0 * shape[0]
+        if is_vector(name, shape):
+            return 4.0 * math.prod(shape)
         is_scaled = companion_names(name)[0] in self._tensors
         kind = GgmlType.F32 if is_scaled else self._tensors[name].type
         return math.prod(shape) * self._bits.get(kind, quant_format(kind, name).bits_per_value) / 8

@@ -19,10 +19,10 @@ class Metadata:
 
     def __init__(self, values: Mapping[str, MetadataValue], path: Path) -> None:
         self._values = values
-        self._path = path
+        self.path = path
 
     def fail(self, problem: str) -> InvalidCheckpoint:
-        return InvalidCheckpoint(f"{self._path}: {problem}")
+        return InvalidCheckpoint(f"{self.path}: {problem}")
 
     def __contains__(self, key: object) -> bool:
         return key in self._values
@@ -57,6 +57,23 @@ class Metadata:
         if len(value) != length:
             raise self.fail(f"{key} has {len(value)} values for {length} layers")
         return tuple(self._count(key, item) for item in value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self._values.get(key, default)
+        if not isinstance(value, bool):
+            raise self.fail(f"{key} must be true or false, is {_shown(value)}")
+        return value
+
+    def flags(self, key: str, length: int) -> tuple[bool, ...] | None:
+        """`length` booleans; None where the key is absent or no array."""
+        value = self._values.get(key)
+        if not isinstance(value, tuple):
+            return None
+        flags = tuple(item for item in value if isinstance(item, bool))
+        if len(flags) != length or len(value) != length:
+            raise self.fail(f"{key} must be {length} booleans, is {_shown(value)}")
+        return flags
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number above 0."""

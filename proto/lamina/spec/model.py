@@ -13,6 +13,7 @@ from typing import TypeAlias
 from lamina.spec.checkpoint import TensorIndex
 from lamina.spec.errors import InvalidCheckpoint, InvalidSplit
 
+MAX_SELECTED_EXPERTS = 32  # of one token
 ROPE_FACTORS = "rope_freqs.weight"  # one tensor for all layers, replicated on every stage
 
 
@@ -99,6 +100,7 @@ class AttentionSpec:
 class Activation(Enum):
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
+    SWIGLU_CLAMPED = "swiglu_clamped"  # gpt-oss; experts only
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +111,30 @@ class DenseFfn:
     activation: Activation
 
 
-Ffn: TypeAlias = DenseFfn
-"""What follows attention; a mixture of experts joins here as a second member of the union."""
+class Gating(Enum):
+    """Over what a router takes its softmax."""
+
+    SOFTMAX = "softmax"  # all experts
+    SOFTMAX_SELECTED = "softmax_selected"  # those selected alone
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsFfn:
+    """Sum over the `num_selected` experts that router(x) ranks first of share * down( activation(gate(x), up(x)) )."""
+
+    intermediate: int  # of one expert
+    activation: Activation
+    num_experts: int
+    num_selected: int
+    gating: Gating
+    normalise: bool  # shares are divided by their sum
+    share_scale: float = 1.0
+    bias: bool = False  # of the router and of every matrix of the experts
+    fused_gate_up: bool = False  # gate and up are the halves of one tensor ffn_gate_up_exps
+
+
+Ffn: TypeAlias = DenseFfn | ExpertsFfn
+"""What follows attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +146,7 @@ class LayerSpec:
     ffn: Ffn
     cache_group: int
     fused_qkv: bool = False  # q, k, v are the row ranges of one tensor attn_qkv
+    ffn_norm: str = "ffn_norm"  # tensor of the norm before the ffn
 
 
 class CacheKind(Enum):
@@ -240,12 +265,29 @@ def layer_tensor_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, .
     shapes[f"{blk}.attn_output.weight"] = (attention.output_width, hidden)
     if attention.output_bias:
         shapes[f"{blk}.attn_output.bias"] = (hidden,)
+    shapes[f"{blk}.{layer.ffn_norm}.weight"] = (hidden,)
+    if isinstance(ffn, ExpertsFfn):
+        return shapes | _expert_shapes(ffn, hidden, blk)
     return shapes | {
-        f"{blk}.ffn_norm.weight": (hidden,),
         f"{blk}.ffn_gate.weight": (hidden, ffn.intermediate),
         f"{blk}.ffn_up.weight": (hidden, ffn.intermediate),
         f"{blk}.ffn_down.weight": (ffn.intermediate, hidden),
     }
+
+
+def _expert_shapes(ffn: ExpertsFfn, hidden: int, blk: str) -> dict[str, tuple[int, ...]]:
+    """A tensor of experts has their matrices one after another: in_features, out_features, experts."""
+    widths = {"ffn_gate_exps": ffn.intermediate, "ffn_up_exps": ffn.intermediate}
+    if ffn.fused_gate_up:
+        widths = {"ffn_gate_up_exps": 2 * ffn.intermediate}
+    matrices = {name: (hidden, width) for name, width in widths.items()}
+    matrices["ffn_down_exps"] = (ffn.intermediate, hidden)
+    shapes: dict[str, tuple[int, ...]] = {f"{blk}.ffn_gate_inp.weight": (hidden, ffn.num_experts)}
+    shapes |= {f"{blk}.{name}.weight": (*shape, ffn.num_experts) for name, shape in matrices.items()}
+    if ffn.bias:
+        shapes[f"{blk}.ffn_gate_inp.bias"] = (ffn.num_experts,)
+        shapes |= {f"{blk}.{name}.bias": (width, ffn.num_experts) for name, (_, width) in matrices.items()}
+    return shapes
 
 
 def end_tensor_shapes(spec: ModelSpec, layers: LayerRange) -> dict[str, tuple[int, ...]]:
@@ -271,6 +313,11 @@ def stage_tensor_shapes(spec: ModelSpec, layers: LayerRange) -> dict[str, tuple[
             shapes[ROPE_FACTORS] = (layer.attention.rope.dims // 2,)
         shapes |= layer_tensor_shapes(layer, spec.hidden)
     return shapes | ends
+
+
+def is_vector(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is added or multiplied value by value, so that devices hold it as float32: norms, biases."""
+    return len(shape) == 1 or name.endswith(".bias")
 
 
 def companion_names(weight_name: str) -> tuple[str, str]:

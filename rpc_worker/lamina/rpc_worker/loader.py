@@ -16,10 +16,19 @@ from lamina.kernels.backend import Backend
 from lamina.kernels.buffer import Buffer, DType, HostTensor, Weight
 from lamina.kernels.quant.dequantize import dequantize
 from lamina.rpc_worker.rope import inverse_frequencies
-from lamina.rpc_worker.weights import LayerWeights, StageWeights
+from lamina.rpc_worker.weights import DenseWeights, ExpertsWeights, LayerWeights, StageWeights
 from lamina.spec.checkpoint import TensorIndex, TensorInfo
 from lamina.spec.errors import InvalidCheckpoint
-from lamina.spec.model import ROPE_FACTORS, LayerRange, LayerSpec, ModelSpec, RopeSpec, companion_names
+from lamina.spec.model import (
+    ROPE_FACTORS,
+    ExpertsFfn,
+    Ffn,
+    LayerRange,
+    LayerSpec,
+    ModelSpec,
+    RopeSpec,
+    companion_names,
+)
 from lamina.spec.quant import GgmlType
 
 Progress = Callable[[int], None]  # bytes read so far
@@ -118,13 +127,38 @@ class StageLoader:
             query_norm=self._norm(f"{blk}.attn_q_norm.weight") if attention.qk_norm else None,
             key_norm=self._norm(f"{blk}.attn_k_norm.weight") if attention.qk_norm else None,
             inv_freq=self._inv_freq(attention.rope),
+            sinks=self._norm(f"{blk}.attn_sinks.weight") if attention.sinks else None,
             output=self._linear(
                 f"{blk}.attn_output.weight", biases=[f"{blk}.attn_output.bias"] if attention.output_bias else []
             ),
-            ffn_norm=self._norm(f"{blk}.ffn_norm.weight"),
-            gate_up=self._linear(f"{blk}.ffn_gate.weight", f"{blk}.ffn_up.weight"),
-            down=self._linear(f"{blk}.ffn_down.weight"),
+            ffn_norm=self._norm(f"{blk}.{layer.ffn_norm}.weight"),
+            ffn=self._ffn(layer.ffn, blk),
         )
+
+    def _ffn(self, ffn: Ffn, blk: str) -> DenseWeights | ExpertsWeights:
+        if not isinstance(ffn, ExpertsFfn):
+            return DenseWeights(
+                gate_up=self._linear(f"{blk}.ffn_gate.weight", f"{blk}.ffn_up.weight"),
+                down=self._linear(f"{blk}.ffn_down.weight"),
+            )
+        gate_up = ("ffn_gate_up_exps",) if ffn.fused_gate_up else ("ffn_gate_exps", "ffn_up_exps")
+        return ExpertsWeights(
+            router=self._linear(f"{blk}.ffn_gate_inp.weight", biases=[f"{blk}.ffn_gate_inp.bias"] if ffn.bias else []),
+            gate_up=self._experts(ffn, 2 * ffn.num_experts, *(f"{blk}.{name}" for name in gate_up)),
+            down=self._experts(ffn, ffn.num_experts, f"{blk}.ffn_down_exps"),
+        )
+
+    def _experts(self, ffn: ExpertsFfn, num_parts: int, *names: str) -> Weight:
+        """`num_parts` equal parts from tensors that hold all experts one after another: the parts of an expert, which
+        come from one tensor or one from each, become neighbours."""
+        in_each = num_parts // len(names)
+        parts = [split_rows(self._read(f"{name}.weight"), in_each) for name in names]
+        bias = None
+        if ffn.bias:
+            values = [self._vector(f"{name}.bias").reshape(in_each, -1) for name in names]
+            bias = np.stack(values, axis=1).reshape(-1)
+        stacked = [part for neighbours in zip(*parts, strict=True) for part in neighbours]
+        return self._weights.own(self._backend.load_weight(stacked, bias))
 
     def _linear(self, *names: str, biases: Sequence[str] = ()) -> Weight:
         bias = np.concatenate([self._vector(name) for name in biases]) if biases else None
@@ -160,3 +194,10 @@ class StageLoader:
             return tensor
         values = dequantize(tensor) * self._vector(scale_name)[0]
         return HostTensor(GgmlType.F32, tensor.rows, tensor.cols, values.view(np.uint8))
+
+
+def split_rows(tensor: HostTensor, num_parts: int) -> list[HostTensor]:
+    """Equal runs of its rows, without a copy."""
+    rows = tensor.rows // num_parts
+    starts = range(0, tensor.rows, rows)
+    return [HostTensor(tensor.type, rows, tensor.cols, tensor.data[start : start + rows]) for start in starts]

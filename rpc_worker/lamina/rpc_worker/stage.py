@@ -26,7 +26,7 @@ from lamina.spec.device import GraphCounts
 from lamina.spec.errors import CapacityExceeded, InvalidPlan, Unavailable
 from lamina.spec.ids import SeqId
 from lamina.spec.memory import arena_layout, stage_weight_bytes_on
-from lamina.spec.model import LayerRange, ModelSpec, stage_tensor_names
+from lamina.spec.model import ExpertsFfn, LayerRange, ModelSpec, stage_tensor_names
 from lamina.spec.placement import StageSettings
 from lamina.spec.quant import WEIGHT_TYPES
 from lamina.spec.step import AddSequence, StepDone, StepPlan
@@ -114,7 +114,7 @@ class Stage:
             self._weights = StageLoader(self._backend, self._spec, tensors, reader).load(self._layers)
         try:
             self._arena = Arena(self._backend, arena_layout(self._spec, self._layers, self._settings))
-            self._backend.reserve_workspace(self._limits, *self._weights.widest)
+            self._backend.reserve_workspace(self._limits, *_widest(self._spec, self._layers))
         except BaseException:
             self.free()
             raise
@@ -134,7 +134,7 @@ class Stage:
         """Bytes of the arena and the backend's workspace."""
         if self._arena is None:
             return 0
-        return self._arena.num_bytes + self._backend.workspace_bytes(self._limits, *self._weights.widest)
+        return self._arena.num_bytes + self._backend.workspace_bytes(self._limits, *_widest(self._spec, self._layers))
 
     @property
     def cache_bytes(self) -> int:
@@ -364,12 +364,14 @@ def _no_logits(rows: list[int]) -> NDArray[np.float32]:
 
 
 def _widest(spec: ModelSpec, layers: LayerRange) -> tuple[int, int]:
-    """`StageWeights.widest` before there are weights: in_features and out_features of the largest matrices."""
+    """in_features and out_features of the largest matrices; of one expert where there are several."""
     widths_in, widths_out = [spec.hidden], [spec.hidden]
     for layer in spec.layers_of(layers):
         attention, intermediate = layer.attention, layer.ffn.intermediate
         widths_in += [attention.output_width, intermediate]
         widths_out += [attention.query_width + attention.key_width + attention.value_width, 2 * intermediate]
+        if isinstance(layer.ffn, ExpertsFfn):
+            widths_out.append(layer.ffn.num_experts)
     if layers.start == 0 or layers.stop == spec.num_layers:
         widths_out.append(spec.vocab_size)
     return max(widths_in), max(widths_out)

@@ -19,8 +19,8 @@ from lamina.rpc_worker.graph_cache import GraphCache, Rerun
 from lamina.rpc_worker.rope import rope_magnitude
 from lamina.rpc_worker.staging import MAX_LAUNCHED, StepTransfers
 from lamina.rpc_worker.tracing import Scope, ScopeKind, no_scope
-from lamina.rpc_worker.weights import LayerWeights, StageWeights
-from lamina.spec.model import LayerRange, LayerSpec, ModelSpec
+from lamina.rpc_worker.weights import ExpertsWeights, LayerWeights, StageWeights
+from lamina.spec.model import ExpertsFfn, LayerRange, LayerSpec, ModelSpec
 
 Ints = NDArray[np.int32]
 
@@ -250,16 +250,46 @@ class StageModel:
                 scale=attention.scale,
                 window=attention.window or 0,
                 softcap=attention.softcap or 0.0,
+                sinks=weights.sinks,
             )
         with scope(ScopeKind.LINEAR, "attention-output"):
             ops.linear(b, mixed, weights.output, arena["hidden"], accumulate=True)
 
     def _ffn(self, layer: LayerSpec, weights: LayerWeights) -> None:
-        b, arena, scope = self._backend, self._arena, self._scope
-        gate = arena["gate"].columns(0, layer.ffn.intermediate)
+        b, arena, scope, ffn = self._backend, self._arena, self._scope, layer.ffn
         with scope(ScopeKind.OTHER, "mlp-norm"):
             ops.rms_norm(b, arena["hidden"], weights.ffn_norm, arena["norm"], self._spec.norm_eps)
+        if isinstance(ffn, ExpertsFfn) and isinstance(weights.ffn, ExpertsWeights):
+            self._experts(ffn, weights.ffn)
+            return
+        gate = arena["gate"].columns(0, ffn.intermediate)
         with scope(ScopeKind.LINEAR, "mlp-gate-up"):
-            ops.gated_linear(b, arena["norm"], weights.gate_up, gate, layer.ffn.activation.value)
+            ops.gated_linear(b, arena["norm"], weights.ffn.gate_up, gate, ffn.activation.value)
         with scope(ScopeKind.LINEAR, "mlp-down"):
-            ops.linear(b, gate, weights.down, arena["hidden"], accumulate=True)
+            ops.linear(b, gate, weights.ffn.down, arena["hidden"], accumulate=True)
+
+    def _experts(self, ffn: ExpertsFfn, weights: ExpertsWeights) -> None:
+        b, arena, scope = self._backend, self._arena, self._scope
+        logits = _first_columns(arena["gate_logits"], ffn.num_experts)
+        experts, shares = (_first_columns(arena[name], ffn.num_selected) for name in ("experts", "shares"))
+        gate = _first_columns(arena["gate"], ffn.num_selected * ffn.intermediate)
+        with scope(ScopeKind.LINEAR, "mlp-router"):
+            ops.linear(b, arena["norm"], weights.router, logits)
+            ops.route(
+                b,
+                logits,
+                experts,
+                shares,
+                gating=ffn.gating.value,
+                normalise=ffn.normalise,
+                scale=ffn.share_scale,
+            )
+        with scope(ScopeKind.LINEAR, "mlp-gate-up"):
+            ops.expert_gated_linear(b, arena["norm"], experts, weights.gate_up, gate, ffn.activation.value)
+        with scope(ScopeKind.LINEAR, "mlp-down"):
+            ops.expert_linear(b, gate, experts, shares, weights.down, arena["hidden"], accumulate=True)
+
+
+def _first_columns(buffer: Buffer, count: int) -> Buffer:
+    """The buffer itself where it has no more: a single column is a vector, which has no views."""
+    return buffer if buffer.num_columns == count else buffer.columns(0, count)

@@ -10,18 +10,35 @@ Owned = TypeVar("Owned", Buffer, Weight)
 
 
 @dataclass(frozen=True, slots=True)
+class DenseWeights:
+    """`gate_up` stacks gate and up."""
+
+    gate_up: Weight
+    down: Weight
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsWeights:
+    """`gate_up` and `down` stack the experts' matrices as the expert ops want them."""
+
+    router: Weight
+    gate_up: Weight
+    down: Weight
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer; `qkv` stacks query, key and value, `gate_up` stacks gate and up."""
+    """One layer; `qkv` stacks query, key and value."""
 
     attention_norm: Buffer
     qkv: Weight
     query_norm: Buffer | None
     key_norm: Buffer | None
     inv_freq: Buffer
+    sinks: Buffer | None
     output: Weight
     ffn_norm: Buffer
-    gate_up: Weight
-    down: Weight
+    ffn: DenseWeights | ExpertsWeights
 
 
 @dataclass
@@ -44,15 +61,6 @@ class StageWeights:
     def num_bytes(self) -> int:
         """Bytes on the device: packed matrices and float32 vectors."""
         return sum(item.num_bytes if isinstance(item, Weight) else 4 * item.shape[0] for item in self._owned)
-
-    @property
-    def widest(self) -> tuple[int, int]:
-        """Largest in_features and out_features of any matrix (0, 0 without one)."""
-        matrices = [item for item in self._owned if isinstance(item, Weight)]
-        return (
-            max((weight.in_features for weight in matrices), default=0),
-            max((weight.out_features for weight in matrices), default=0),
-        )
 
     def free(self) -> None:
         """Give everything back."""
