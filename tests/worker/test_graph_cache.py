@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from lamina.kernels.backend import Graph, GraphDecision, GraphError, GraphMode
@@ -15,7 +17,10 @@ from lamina.kernels.ops import add, softcap
 from lamina.kernels.reference import ReferenceBackend
 from lamina.rpc_worker.graph_cache import GraphCache, GraphLimits, Rerun
 from lamina.spec.errors import CapacityExceeded
+from lamina.spec.placement import StageSettings
 from support.cuda_emulated import EmulatedDevice
+from support.inprocess import InProcessModel
+from support.tiny import write_tiny_llama
 
 PROBE = GraphDecision(True, "on trial", probe=True)
 
@@ -245,3 +250,36 @@ def test_a_pascal_card_tries_and_a_turing_card_does_not() -> None:
         decision = backend.graph_decision(GraphMode(cluster))
         assert (decision.enabled, decision.probe) == wanted, (cc, worker, cluster)
     assert MockBackend().graph_decision(GraphMode.OFF).enabled  # tapes of the host are no CUDA graphs
+
+
+@pytest.mark.parametrize("cuts", [(), (1,)], ids=["whole", "split"])
+def test_a_pascal_card_computes_the_same_while_it_tries(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+    """C-13: each bucket is tried once, with the very step that is wanted; a stage behind another restores its input."""
+    path = write_tiny_llama(tmp_path / "m.gguf", matrix_type=GGMLQuantizationType.Q8_0, hidden=64, ff=96)
+    settings = StageSettings(max_rows=8, max_seqs=2, max_logit_rows=2, max_context=64, kv_dtype="f32")
+    wanted = InProcessModel(path, CudaBackend(device=EmulatedDevice((6, 1)), graphs=GraphMode.OFF), cuts, settings)
+    tried = InProcessModel(path, CudaBackend(device=EmulatedDevice((6, 1))), cuts, settings)
+    for inputs in ({0: [1, 2, 3]}, {0: [4]}, {0: [5], 1: [6, 7]}, {0: [8]}, {0: [9]}):
+        assert np.array_equal(tried.step(inputs), wanted.step(inputs))
+    for stage in tried.stages:
+        counts = stage._graphs.counts
+        assert counts.captures == 3  # 3 rows, 1 row, 3 rows of two sequences
+        assert counts.held + len(stage._graphs._eager) == 3
+        assert counts.replays + sum(counts.vetoes.values()) == 5
+    assert all(stage._graphs.counts.captures == 0 for stage in wanted.stages)
+
+
+def test_stages_on_one_device_share_no_recording() -> None:
+    """P-12: two contexts or models on one worker keep what is theirs, and freeing one leaves the other."""
+    backend = BucketBackend()
+    buffers = [backend.alloc((8, 8), DType.F32, Extent.ROWS) for _ in range(2)]
+    caches = [GraphCache(backend), GraphCache(backend)]
+    for _ in range(2):
+        for cache, buffer in zip(caches, buffers, strict=True):
+            cache.run(lambda buffer=buffer: softcap(backend, buffer, 2.0), StepShape(2, 1, 0))
+    assert [cache.counts.captures for cache in caches] == [1, 1]
+    assert len(backend.live) == 2
+    caches[0].clear()
+    backend.free(buffers[0])
+    caches[1].run(lambda: softcap(backend, buffers[1], 2.0), StepShape(2, 1, 0))
+    assert (caches[1].counts.captures, caches[1].counts.replays, len(backend.live)) == (1, 3, 1)
