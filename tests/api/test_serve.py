@@ -79,7 +79,18 @@ def test_a_lost_worker_is_named_and_its_return_serves_again() -> None:
         try:
             again.wait_until_ready()
             cluster.wait_until_ready()
-            assert cluster.request("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+            assert cluster.request("/v1/completions", {"prompt": "a prompt", "max_tokens": 4})[0] == 200
+            time.sleep(2.5)  # the stages are looked at every two seconds
+            metrics = cluster.text("/metrics")
+            assert 'lamina_replans_total{reason="worker_lost"} 1.0' in metrics
+            for worker, stage in (("w0", 0), ("w1", 1)):
+                labels = f'stage="{stage}",worker="{worker}"'
+                for name in (
+                    f'lamina_stage_step_seconds_count{{phase="prefill",{labels}}}',
+                    f'lamina_stage_step_seconds_count{{phase="decode",{labels}}}',
+                    f"lamina_link_bytes_total{{{labels}}}",
+                ):
+                    assert float(metrics.split(f"{name} ")[1].split()[0]) > 0, name
         finally:
             again.stop()
 

@@ -34,6 +34,11 @@ class Cluster:
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
 
+    def text(self, path: str) -> str:
+        """The body of a GET."""
+        with urllib.request.urlopen(self.url + path, timeout=60) as response:
+            return str(response.read().decode())
+
     def wait_until_ready(self, deadline_s: float = READY_DEADLINE_S) -> None:
         """Until /health says ok."""
         end = time.monotonic() + deadline_s

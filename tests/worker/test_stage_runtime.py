@@ -99,6 +99,7 @@ class FakeLink:
     """Remembers what was sent."""
 
     rtt_s = 0.0
+    num_bytes = queue_depth = 0
 
     def __init__(self) -> None:
         self.sent: list[pb.FramesRequest] = []

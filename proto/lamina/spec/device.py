@@ -90,6 +90,10 @@ class LoadedStage:
     num_sequences: int
     graphs: GraphCounts = field(default_factory=GraphCounts)
     compute_dtype: str = ""  # of its large matrix products, now
+    num_prefill_steps: int = 0  # of num_steps, those with a prompt's chunk in them; the others only decode
+    prefill_busy_s: float = 0.0  # of busy_s, in those
+    link_bytes: int = 0  # sent on the edge to the next stage since it was opened; 0 within one process
+    link_queue_depth: int = 0  # messages that wait on it now
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,6 +263,10 @@ class LoadedStage(_message.Message):
     NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
     GRAPHS_FIELD_NUMBER: _builtins.int
     COMPUTE_DTYPE_FIELD_NUMBER: _builtins.int
+    NUM_PREFILL_STEPS_FIELD_NUMBER: _builtins.int
+    PREFILL_BUSY_S_FIELD_NUMBER: _builtins.int
+    LINK_BYTES_FIELD_NUMBER: _builtins.int
+    LINK_QUEUE_DEPTH_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     epoch: _builtins.int
     stage: _builtins.int
@@ -282,6 +286,14 @@ class LoadedStage(_message.Message):
     num_sequences: _builtins.int
     compute_dtype: _builtins.str
     """of its large matrix products, now"""
+    num_prefill_steps: _builtins.int
+    """of num_steps, those with a prompt's chunk in them; the others only decode"""
+    prefill_busy_s: _builtins.float
+    """of busy_s, in those"""
+    link_bytes: _builtins.int
+    """sent on the edge to the next stage since it was opened; 0 within one process"""
+    link_queue_depth: _builtins.int
+    """messages that wait on it now"""
     @_builtins.property
     def graphs(self) -> Global___GraphCounts: ...
     def __init__(
@@ -304,10 +316,14 @@ class LoadedStage(_message.Message):
         num_sequences: _builtins.int = ...,
         graphs: Global___GraphCounts | None = ...,
         compute_dtype: _builtins.str = ...,
+        num_prefill_steps: _builtins.int = ...,
+        prefill_busy_s: _builtins.float = ...,
+        link_bytes: _builtins.int = ...,
+        link_queue_depth: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["graphs", b"graphs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "busy_s", b"busy_s", "cache_bytes", b"cache_bytes", "compute_dtype", b"compute_dtype", "controlled", b"controlled", "device", b"device", "epoch", b"epoch", "first_layer", b"first_layer", "graphs", b"graphs", "model_digest", b"model_digest", "num_layers", b"num_layers", "num_sequences", b"num_sequences", "num_steps", b"num_steps", "placement", b"placement", "settings_digest", b"settings_digest", "stage", b"stage", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "busy_s", b"busy_s", "cache_bytes", b"cache_bytes", "compute_dtype", b"compute_dtype", "controlled", b"controlled", "device", b"device", "epoch", b"epoch", "first_layer", b"first_layer", "graphs", b"graphs", "link_bytes", b"link_bytes", "link_queue_depth", b"link_queue_depth", "model_digest", b"model_digest", "num_layers", b"num_layers", "num_prefill_steps", b"num_prefill_steps", "num_sequences", b"num_sequences", "num_steps", b"num_steps", "placement", b"placement", "prefill_busy_s", b"prefill_busy_s", "settings_digest", b"settings_digest", "stage", b"stage", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -118,6 +118,10 @@ def _stage_from_message(message: wpb.LoadedStage) -> LoadedStage:
         num_sequences=message.num_sequences,
         graphs=_graphs_from_message(message.graphs),
         compute_dtype=message.compute_dtype,
+        num_prefill_steps=message.num_prefill_steps,
+        prefill_busy_s=message.prefill_busy_s,
+        link_bytes=message.link_bytes,
+        link_queue_depth=message.link_queue_depth,
     )
 
 

@@ -60,6 +60,10 @@ def stage_message(runtime: StageRuntime, device: int) -> wpb.LoadedStage:
         num_sequences=facts.num_sequences,
         graphs=graphs_to_message(facts.graphs),
         compute_dtype=facts.compute_dtype,
+        num_prefill_steps=facts.num_prefill_steps,
+        prefill_busy_s=facts.prefill_busy_s,
+        link_bytes=runtime.link.num_bytes if runtime.link is not None else 0,
+        link_queue_depth=runtime.link.queue_depth if runtime.link is not None else 0,
     )
 
 

@@ -31,6 +31,11 @@ class Link(Protocol):
     """Sends frames and answers forward."""
 
     rtt_s: float
+    num_bytes: int  # sent so far
+
+    @property
+    def queue_depth(self) -> int:
+        """Messages that wait to be sent."""
 
     def send(self, message: pb.FramesRequest) -> None:
         """Queue a message; never blocks."""
@@ -52,6 +57,7 @@ class GrpcLink:
         self._closed = False
         self._closing: asyncio.Task[None] | None = None  # held, or it might be collected before it has run
         self.rtt_s = 0.0
+        self.num_bytes = 0
 
     @classmethod
     async def open(cls, address: Address, opening: pb.FramesOpen, on_lost: Lost) -> "GrpcLink":
@@ -75,6 +81,11 @@ class GrpcLink:
         link._tasks = [asyncio.create_task(link._write()), asyncio.create_task(link._watch())]
         return link
 
+    @property
+    def queue_depth(self) -> int:
+        """Messages that wait to be sent."""
+        return self._queue.qsize()
+
     def send(self, message: pb.FramesRequest) -> None:
         """Queue a message; a peer that takes none for MAX_RUN_AHEAD steps is given up."""
         if self._queue.qsize() >= _MAX_QUEUED:
@@ -94,7 +105,9 @@ class GrpcLink:
     async def _write(self) -> None:
         try:
             while True:
-                await self._call.write(await self._queue.get())
+                message = await self._queue.get()
+                await self._call.write(message)
+                self.num_bytes += message.ByteSize()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # `_watch` sees the same end, and its reason
 

@@ -70,6 +70,8 @@ class StageFacts:
     num_sequences: int = 0
     graphs: GraphCounts = field(default_factory=GraphCounts)
     compute_dtype: str = ""
+    num_prefill_steps: int = 0  # of num_steps, those with a prompt's chunk in them
+    prefill_busy_s: float = 0.0  # of busy_s, in those
 
 
 class Stage:
@@ -103,8 +105,8 @@ class Stage:
         self._tables = SequenceTables((), settings)
         self._sampler = Sampler(spec.vocab_size, grammars)
         self._memory = StageFacts()  # but for what changes with steps
-        self._num_steps = 0
-        self._busy_s = self._last_end_s = 0.0
+        self._num_steps = self._num_prefill_steps = 0
+        self._busy_s = self._prefill_busy_s = self._last_end_s = 0.0
 
     def load(self, tensors: TensorIndex, progress: Callable[[int], None]) -> None:
         """Read weights, then allocate the arena. Refuses with numbers before reading what cannot fit (B-42)."""
@@ -238,7 +240,7 @@ class Stage:
             hidden = values.astype(np.float32)
             num_bad = int(np.count_nonzero(~np.isfinite(hidden.sum(axis=1))))
             result = StageResult(ready, hidden, None, num_bad)
-        self._count_step(launched.start_s)
+        self._count_step(launched.start_s, ready.plan)
         if self._tracer is not None:
             self._tracer.end_span("step", ready.plan.step)
         return result
@@ -298,14 +300,20 @@ class Stage:
             num_sequences=len(self._tables),
             graphs=self._graphs.counts,
             compute_dtype=self._precision.dtype.value,
+            num_prefill_steps=self._num_prefill_steps,
+            prefill_busy_s=self._prefill_busy_s,
         )
 
-    def _count_step(self, start_s: float) -> None:
+    def _count_step(self, start_s: float, plan: StepPlan) -> None:
         """A step that began then has ended. Time in which the step before it was still under way counts once."""
         end_s = time.perf_counter()
-        self._busy_s += end_s - max(start_s, self._last_end_s)
+        busy_s = end_s - max(start_s, self._last_end_s)
         self._last_end_s = end_s
+        self._busy_s += busy_s
         self._num_steps += 1
+        if plan.num_rows > len(plan.slices):
+            self._num_prefill_steps += 1
+            self._prefill_busy_s += busy_s
 
     def _publish_memory(self) -> None:
         self._memory = StageFacts(self.weight_bytes, self.arena_bytes, self.cache_bytes, self.block_bytes())

@@ -100,6 +100,11 @@ class StageRuntime:
         self.has_ended = False
 
     @property
+    def link(self) -> Link | None:
+        """The edge to the next stage; None where that lives in this process, or until it is opened."""
+        return self._link
+
+    @property
     def is_controlled(self) -> bool:
         """Whether a coordinator holds the Steps stream."""
         return self._responses is not None

@@ -91,6 +91,7 @@ class _Keeper:
         self._console = console
         self._progress: dict[int, StageProgress] = {}
         self._has_served = False
+        self._ended_by: LaminaError | None = None  # the last session
 
     async def keep(self, joins: JoinServer | None, num_workers: int) -> None:
         """For ever. Raises what waiting cannot cure, if the model has never been up."""
@@ -106,6 +107,7 @@ class _Keeper:
                 if not self._has_served and not isinstance(error, _CURABLE):
                     raise
                 _log.warning("%s; trying again every %g s", error, _RETRY_S)
+                self._ended_by = self._ended_by or error
                 self._wait_for(str(error))
             self._service.cluster.lose_all()
             await asyncio.sleep(_RETRY_S)
@@ -125,7 +127,9 @@ class _Keeper:
                 watching.cancel()
 
     async def _take_over(self, session: Session) -> None:
-        self._has_served = True
+        if self._has_served and self._ended_by is not None:
+            self._service.metrics.count_replan(self._ended_by)
+        self._has_served, self._ended_by = True, None
         placement = session.pipeline.placement
         self._service.cluster.follow(session.workers, placement, session.pipeline.link_rtts_s)
         await self._service.cluster.look()  # so that whoever asks next sees the stages

@@ -7,31 +7,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-from prometheus_client.core import GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from lamina.coordinator.cluster.client import WorkerClient
 from lamina.coordinator.telemetry.device_metrics import graph_metrics, graphs_object, health_metrics, health_object
+from lamina.coordinator.telemetry.stage_metrics import StageLook, link_metrics, stage_metrics, worker_metrics
 from lamina.spec.address import Address
-from lamina.spec.device import LoadedStage, WorkerProfile
+from lamina.spec.device import WorkerProfile
 from lamina.spec.errors import LaminaError
 from lamina.spec.ids import WorkerName
 from lamina.spec.placement import Placement
 
 PERIOD_S = 2.0
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StageLook:
-    """A stage as its worker described it; the shares are of the time since the look before."""
-
-    worker: str
-    device: str
-    stage: LoadedStage
-    busy_ratio: float
-    steps_per_s: float
 
 
 def idle_workers(placement: Placement, known: Mapping[WorkerName, Address]) -> dict[WorkerName, Address]:
@@ -52,6 +41,7 @@ class ClusterWatch:
         self._is_up: dict[str, bool] = {}
         self._looks: dict[int, StageLook] = {}
         self._last_s = 0.0
+        self._spares: dict[str, WorkerProfile] = {}  # of the idle ones, those that joined later and answer
         self.idle: Mapping[WorkerName, Address] = {}  # workers without a stage, as whoever keeps the session sees them
 
     def follow(self, clients: Sequence[WorkerClient], placement: Placement, link_rtts_s: Sequence[float]) -> None:
@@ -68,6 +58,7 @@ class ClusterWatch:
         """Nobody is followed any more; what was known last stays to be shown, not up until a worker answers anew."""
         self._clients = ()
         self.idle = {}
+        self._spares = {}
         self._is_up = dict.fromkeys(self._is_up, False)
 
     async def run(self, period_s: float = PERIOD_S) -> None:
@@ -83,8 +74,10 @@ class ClusterWatch:
             await self._dial_known()
             return
         answers = await asyncio.gather(*(client.describe() for client in clients), return_exceptions=True)
+        spares = await self._find_spares()
         if clients is not self._clients:
             return  # others are followed by now
+        self._spares = spares
         now = time.monotonic()
         elapsed_s, self._last_s = now - self._last_s, now
         for client, answer in zip(clients, answers, strict=True):
@@ -95,6 +88,16 @@ class ClusterWatch:
             elif not isinstance(answer, LaminaError):
                 _log.error("looking at worker %s failed: %r", name, answer)
             self._is_up[name] = isinstance(answer, WorkerProfile)
+
+    async def _find_spares(self) -> dict[str, WorkerProfile]:
+        """Workers that joined after the split are nobody's yet, so each look dials them anew."""
+        late = [(name, address) for name, address in self.idle.items() if name not in self._profiles]
+        found = await asyncio.gather(*(_find(address) for _, address in late))
+        return {
+            name: profile
+            for (name, _), profile in zip(late, found, strict=True)
+            if profile is not None and profile.name == name
+        }
 
     async def _dial_known(self) -> None:
         """So that a lost worker can be told from those that only lost their pipeline."""
@@ -111,7 +114,7 @@ class ClusterWatch:
         """For /admin/cluster."""
         return {
             "epoch": self._placement.epoch if self._placement else 0,
-            "workers": [self._worker_object(profile) for profile in self._profiles.values()],
+            "workers": [self._worker_object(p) for p in (*self._profiles.values(), *self._spares.values())],
             "idle_workers": [{"name": name, "address": str(address)} for name, address in self.idle.items()],
             "stages": [self._stage_object(index) for index in sorted(self._looks)],
             "links": [
@@ -122,37 +125,14 @@ class ClusterWatch:
 
     def metrics(self) -> Iterator[Metric]:
         """For Prometheus."""
-        up = GaugeMetricFamily("lamina_worker_up", "Whether the worker answers.", labels=["worker"])
-        layers = GaugeMetricFamily("lamina_worker_layers", "Layers on the worker.", labels=["worker"])
-        memory = GaugeMetricFamily(
-            "lamina_worker_memory_bytes", "Memory of its devices.", labels=["worker", "device", "kind"]
-        )
-        for name, profile in self._profiles.items():
-            up.add_metric([name], float(self._is_up[name]))
-            layers.add_metric(
-                [name], sum(len(look.stage.layers) for look in self._looks.values() if look.worker == name)
-            )
-            for device in profile.devices:
-                memory.add_metric([name, str(device.id.index), "total"], device.total_bytes)
-                memory.add_metric([name, str(device.id.index), "free"], device.free_bytes)
-        steps = SummaryMetricFamily(
-            "lamina_stage_step_seconds", "Time inside the stage's operations.", labels=["worker", "stage"]
-        )
-        bubble = GaugeMetricFamily(
-            "lamina_stage_bubble_ratio", "Share of time the stage waited.", labels=["worker", "stage"]
-        )
-        for index, look in self._looks.items():
-            steps.add_metric([look.worker, str(index)], look.stage.num_steps, look.stage.busy_s)
-            bubble.add_metric([look.worker, str(index)], 1 - look.busy_ratio)
-        rtt = GaugeMetricFamily(
-            "lamina_link_rtt_seconds", "Round trip to the next stage, at loading.", labels=["stage"]
-        )
-        for index, seconds in enumerate(self._link_rtts_s):
-            rtt.add_metric([str(index)], seconds)
-        epoch = self._placement.epoch if self._placement else 0
-        yield from (up, layers, memory, steps, bubble, rtt)
-        yield from health_metrics(self._profiles)
+        looks = list(self._looks.values())
+        known = {**self._profiles, **self._spares}
+        yield from worker_metrics(known, self._is_up | dict.fromkeys(self._spares, True), looks)
+        yield from stage_metrics(looks)
+        yield from link_metrics(self._link_rtts_s, looks)
+        yield from health_metrics(known)
         yield from graph_metrics((look.worker, index, look.stage.graphs) for index, look in self._looks.items())
+        epoch = self._placement.epoch if self._placement else 0
         yield GaugeMetricFamily("lamina_placement_epoch", "Epoch of the placement.", epoch)
 
     def _take_stages(self, profile: WorkerProfile, elapsed_s: float) -> None:
@@ -174,8 +154,8 @@ class ClusterWatch:
     def _worker_object(self, profile: WorkerProfile) -> dict[str, object]:
         return {
             "name": profile.name,
-            "address": str(self._addresses[profile.name]),
-            "up": self._is_up[profile.name],
+            "address": str(self._addresses.get(profile.name) or self.idle.get(profile.name) or ""),
+            "up": profile.name in self._spares or self._is_up[profile.name],
             "version": profile.version.product,
             "uptime_s": round(profile.uptime_s, 1),
             "devices": [
@@ -210,6 +190,8 @@ class ClusterWatch:
             "steps_per_s": round(look.steps_per_s, 2),
             "busy_ratio": round(look.busy_ratio, 4),
             "num_sequences": stage.num_sequences,
+            "link_bytes": stage.link_bytes,
+            "link_queue_depth": stage.link_queue_depth,
             "compute_dtype": stage.compute_dtype,
             "graphs": graphs_object(stage.graphs),
         }

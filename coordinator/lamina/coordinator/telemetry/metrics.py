@@ -4,6 +4,7 @@ Owned by the coordinator's loop. Counting costs well under a microsecond per tok
 scheduler or from the last look at the cluster is not counted at all.
 """
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from lamina.coordinator.api.generation import Finished
 from lamina.coordinator.engine.scheduler import Scheduler
 from lamina.coordinator.telemetry.histogram import Histogram
+from lamina.spec.errors import LaminaError
 
 _TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _REQUEST_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -61,6 +63,7 @@ class Metrics:
         self.inter_token = self._histograms["inter_token_latency_seconds"]
         self._num_prompt_tokens = 0
         self._ends: dict[str, int] = {}
+        self._replans: dict[str, int] = {}
         self._scheduler: Scheduler | None = None
         self._kept = (0, 0, 0)  # preemptions, prefix queries and hits of schedulers that are gone
         self._more: list[MoreMetrics] = []
@@ -102,6 +105,11 @@ class Metrics:
         """A client went away."""
         self._ends["abort"] = self._ends.get("abort", 0) + 1
 
+    def count_replan(self, error: LaminaError) -> None:
+        """The model was brought up again after this; its kind is the reason, like worker_lost."""
+        reason = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()
+        self._replans[reason] = self._replans.get(reason, 0) + 1
+
     def tokens_per_s(self) -> float:
         """Rate of generated tokens over the last seconds, between the calls of this method."""
         now, samples = time.monotonic(), self._rate_samples
@@ -130,6 +138,12 @@ class Metrics:
         for reason, count in self._ends.items():
             ends.add_metric([reason], count)
         yield ends
+        replans = CounterMetricFamily(
+            "lamina_replans", "Times the model was brought up again, by what ended it before.", labels=["reason"]
+        )
+        for reason, count in self._replans.items():
+            replans.add_metric([reason], count)
+        yield replans
         for name, histogram in self._histograms.items():
             family = HistogramMetricFamily(f"lamina_{name}", _HISTOGRAMS[name][1])
             family.add_metric([], histogram.cumulative(), histogram.sum)
