@@ -107,6 +107,15 @@ class Traffic:
         leave_after_s = self._rng.uniform(0.0, 3.0) if leaves else None
         return await self._send(wish, leave_after_s)
 
+    async def fill_cache(self, num_tokens: int) -> None:
+        """Prompts that are all different, of so many tokens together and some more."""
+        length = 1500
+        for i in range(-(-num_tokens // length) + 1):
+            body = {"prompt": random_ids(length, 5000 + i), "max_tokens": 1}
+            reply = await self._api.post("/v1/completions", body)
+            if reply is None or reply.status != 200:
+                raise RuntimeError(f"the first prompts are not answered: {reply}")
+
     async def burst(self, num_requests: int) -> list[Violation]:
         """So many at once; those beyond the queue are refused with 429, which is right."""
         wishes = [self._completion(max_tokens=4) for _ in range(num_requests)]
