@@ -223,16 +223,18 @@ def test_running_ahead_changes_no_answer(new_bench: Callable[[Device], Bench], l
     assert not deferred.queue._fed_on_device
 
 
-def test_the_device_draws_what_the_host_would(new_bench: Callable[[Device], Bench]) -> None:
+@pytest.mark.parametrize("kind", ["drawn", "mixed"])
+def test_the_device_draws_what_the_host_would(new_bench: Callable[[Device], Bench], kind: str) -> None:
     """B-31: the same tokens where every row is drawn from logits on the host."""
     device, host = new_bench(EmulatedDevice()), new_bench(EmulatedDevice())
     sampler = host.stage._sampler
     sample = sampler.sample
+    sampler._draw = None
     sampler.device_params = lambda rows: None  # type: ignore[method-assign]
     sampler.needs_logits = lambda rows: True  # type: ignore[method-assign]
     sampler.sample = lambda rows, logits, chosen=None: sample(rows, logits)  # type: ignore[method-assign]
-    expected = converse(host, scenes("drawn"), 24)
-    assert converse(device, scenes("drawn"), 24) == expected
+    expected = converse(host, scenes(kind), 24)
+    assert converse(device, scenes(kind), 24) == expected
     assert len(set(tokens_of(expected, 0))) > 4, "a draw, not a rut"
 
 

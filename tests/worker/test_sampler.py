@@ -337,6 +337,28 @@ def test_what_the_device_drew_is_taken() -> None:
     assert tokens[3].finish is FinishReason.ERROR
 
 
+def test_rows_that_were_changed_here_are_drawn_together() -> None:
+    """One call for all of them, with their own parameters and numbers; typical_p has no place on a device."""
+    given = []
+
+    def draw(logits: Logits, params: Logits) -> NDArray[np.int32]:
+        given.append((logits, params))
+        return np.array([3, -1], np.int32)
+
+    sampler = Sampler(VOCAB, draw=draw)
+    for seq, params in enumerate((ON_THE_HOST[0], DRAWN, ON_THE_HOST[2], ON_THE_HOST[1])):
+        sampler.add(addition(seq, params))
+    raw = 50 * rows(1, 1, 5, 1)
+    tokens = sampler.sample([(SeqId(seq), 2) for seq in range(4)], raw, np.array([1, 6, 1, 1], np.int32))
+    assert [token.token for token in tokens] == [3, 6, 5, 0]
+    assert tokens[3].error == "NumericalError: the logits for position 2 are not finite"
+    ((logits, params),) = given
+    assert logits[0].tolist() == [0, 150, 0, 0, 0, 0, 1, 0]
+    assert logits[1, 1] == pytest.approx(150 / 1.1), "token 1 is in the history"
+    assert params[:, 0].tolist() == [1, 1]
+    assert params[:, 5].tolist() == [uniforms(0, 0, 0, 1)[0]] * 2
+
+
 @pytest.mark.parametrize("kind", ["reference", "cpu"])
 def test_host_and_device_draw_the_same_tokens(kind: str) -> None:
     """B-31: one distribution and one number give one token, wherever it is drawn."""

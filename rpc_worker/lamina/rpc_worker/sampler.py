@@ -6,7 +6,7 @@ That is how the device draws (`device_params`): everything but penalties, bias, 
 log-probabilities, which need the row on the host.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,8 +64,18 @@ class _SequenceState:
 class Sampler:
     """Samples one token for each row of logits."""
 
-    def __init__(self, vocab_size: int, grammars: GrammarCompiler | None = None) -> None:
-        """`grammars` serves sequences that have one; without it those end with an error."""
+    def __init__(
+        self,
+        vocab_size: int,
+        grammars: GrammarCompiler | None = None,
+        draw: Callable[[Logits, Logits], Ints] | None = None,
+    ) -> None:
+        """`grammars` serves sequences that have one; without it those end with an error.
+
+        `draw` has the device draw from rows that were changed here, float32 [rows, vocab], by parameters as
+        `device_params` gives them, and answers int32 [rows]; without it they are drawn here, which takes longer.
+        """
+        self._draw = draw
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._sequences: dict[SeqId, _SequenceState] = {}
@@ -133,30 +143,55 @@ class Sampler:
         values = _NO_LOGITS
         if fetched:
             values = logits(fetched) if callable(logits) else logits[fetched]
-        place_of = {row: place for place, row in enumerate(fetched)}
-        is_drawn = chosen is not None
         if chosen is None:
             chosen = best_tokens(values)
+        raw_rows = dict(zip(fetched, values, strict=True))
+        picks = self._pick(rows, {row: raw for row, raw in raw_rows.items() if chosen[row] >= 0})
         sampled = []
         for i, (seq, pos) in enumerate(rows):
-            state = self._sequences.get(seq)
+            state, pick = self._sequences.get(seq), picks.get(i, int(chosen[i]))
             if state is None:
                 cause = f"InvalidPlan: sequence {seq} was not added before its first step"
                 sampled.append(SampledToken(seq, pos, 0, finish=FinishReason.ERROR, error=cause))
             elif state.ended:
                 sampled.append(SampledToken(seq, pos, 0))
-            elif chosen[i] < 0:
+            elif isinstance(pick, str):
+                sampled.append(_fail(state, pos, pick))
+            elif pick < 0:
                 sampled.append(_fail(state, pos, f"NumericalError: the logits for position {pos} are not finite"))
             elif state.failure:
                 sampled.append(_fail(state, pos, state.failure))
-            elif state.is_drawn_on_device and (is_drawn or state.is_greedy):
-                sampled.append(self._advance(state, pos, int(chosen[i])))
             else:
-                try:
-                    sampled.append(self._sample_row(state, pos, values[place_of[i]]))
-                except LaminaError as error:
-                    sampled.append(_fail(state, pos, f"{type(error).__name__}: {error}"))
+                sampled.append(self._advance(state, pos, pick, raw_rows.get(i)))
         return tuple(sampled)
+
+    def _pick(self, rows: Sequence[tuple[SeqId, int]], raw_rows: Mapping[int, Logits]) -> dict[int, int | str]:
+        """The tokens of rows whose logits are here, by row, or why there is none: all at once where that can be."""
+        picks: dict[int, int | str] = {}
+        table, together, row_of = [], [], []
+        for row, raw in raw_rows.items():
+            seq, pos = rows[row]
+            state = self._sequences.get(seq)
+            if state is None or state.ended or state.failure:
+                continue
+            try:
+                changed = _changed(state, pos, raw)
+            except LaminaError as error:
+                picks[row] = f"{type(error).__name__}: {error}"
+                continue
+            params = state.add.sampling
+            if self._draw is not None and params.typical_p >= 1:
+                together.append(changed)
+                table.append((*state.device_row, state.uniform_at(pos)))
+                row_of.append(row)
+            elif state.is_greedy:
+                picks[row] = int(changed.argmax())
+            else:
+                picks[row] = filters.draw(changed, params, state.uniform_at(pos))
+        if self._draw is not None and together:
+            tokens = self._draw(np.stack(together), np.array(table, np.float32))
+            picks.update(zip(row_of, tokens.tolist(), strict=True))
+        return picks
 
     def _host_rows(self, rows: Sequence[tuple[SeqId, int]]) -> list[int]:
         """Which of these rows `sample` needs logits of, beside what the device drew."""
@@ -178,29 +213,11 @@ class Sampler:
             scores += [filters.logprob(logits[len(scores) + i], state.history[pos]) for i, pos in enumerate(positions)]
         return tuple(scores)
 
-    def _sample_row(self, state: _SequenceState, pos: int, raw: Logits) -> SampledToken:
-        params = state.add.sampling
-        logits = raw.astype(np.float32, copy=True)
-        logits[state.bias_ids] += state.bias
-        filters.apply_penalties(logits, state.history, state.num_generated, params)
-        if state.matcher is not None:
-            logits[~state.matcher.mask(state.add.stop_ids)] = -np.inf
-        if not np.isfinite(logits.max()):
-            raise NumericalError(f"bias, penalties or the grammar leave no token to choose for position {pos}")
-        token = int(logits.argmax()) if state.is_greedy else filters.draw(logits, params, state.uniform_at(pos))
-        if params.num_logprobs < 0:
-            return self._advance(state, pos, token)
-        logprob, top = filters.logprobs(raw, token, params.num_logprobs)
-        return self._advance(state, pos, token, logprob, top)
-
-    def _advance(
-        self,
-        state: _SequenceState,
-        pos: int,
-        token: int,
-        logprob: float | None = None,
-        top: tuple[tuple[int, float], ...] = (),
-    ) -> SampledToken:
+    def _advance(self, state: _SequenceState, pos: int, token: int, raw: Logits | None) -> SampledToken:
+        logprob: float | None = None
+        top: tuple[tuple[int, float], ...] = ()
+        if raw is not None and state.add.sampling.num_logprobs >= 0:
+            logprob, top = filters.logprobs(raw, token, state.add.sampling.num_logprobs)
         state.history.append(token)
         state.num_generated += 1
         finish = None
@@ -220,6 +237,18 @@ class Sampler:
             state.matcher = self._grammars.compile(state.add.grammar, generated)
         except LaminaError as error:
             state.failure = f"{type(error).__name__}: {error}"
+
+
+def _changed(state: _SequenceState, pos: int, raw: Logits) -> Logits:
+    """The row after bias, penalties and grammar. Raises NumericalError if they leave nothing to choose."""
+    logits = raw.astype(np.float32, copy=True)
+    logits[state.bias_ids] += state.bias
+    filters.apply_penalties(logits, state.history, state.num_generated, state.add.sampling)
+    if state.matcher is not None:
+        logits[~state.matcher.mask(state.add.stop_ids)] = -np.inf
+    if not np.isfinite(logits.max()):
+        raise NumericalError(f"bias, penalties or the grammar leave no token to choose for position {pos}")
+    return logits
 
 
 def _fail(state: _SequenceState, pos: int, cause: str) -> SampledToken:

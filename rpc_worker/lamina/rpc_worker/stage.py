@@ -103,7 +103,7 @@ class Stage:
         self._pool: KvPool | None = None
         self._model: StageModel | None = None
         self._tables = SequenceTables((), settings)
-        self._sampler = Sampler(spec.vocab_size, grammars)
+        self._sampler = Sampler(spec.vocab_size, grammars, lambda *rows: self._loaded_model().draw(*rows))
         self._memory = StageFacts()  # but for what changes with steps
         self._num_steps = self._num_prefill_steps = 0
         self._busy_s = self._prefill_busy_s = self._last_end_s = 0.0

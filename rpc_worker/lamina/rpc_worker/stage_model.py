@@ -138,6 +138,14 @@ class StageModel:
         parts = [self._backend.download(logits.rows(int(run[0]), int(run[-1]) + 1), len(run)) for run in runs]
         return np.concatenate(parts).astype(np.float32, copy=False)
 
+    def draw(self, logits: NDArray[np.float32], params: NDArray[np.float32]) -> Ints:
+        """Tokens int32 [rows] drawn by `ops.sample` from the host's rows, which take the place of a step's own."""
+        count = len(logits)
+        self._backend.upload(self._arena["logits"], logits)
+        self._backend.upload(self._arena["sampling"], params)
+        self._graphs.run(self._draw, StepShape(count, count, count), variant="draws alone")
+        return self.best(count)
+
     def best(self, num_rows: int) -> Ints:
         """The drawn or most likely tokens int32 [rows] of the step just run, -1 where a row is not finite."""
         return self._backend.download(self._arena["best"], num_rows).astype(np.int32, copy=False)
@@ -207,9 +215,15 @@ class StageModel:
         with scope(ScopeKind.OTHER, "head-sample"):
             if self._spec.final_softcap is not None:
                 ops.softcap(b, arena["logits"], self._spec.final_softcap)
-            ops.argmax(b, arena["logits"], arena["best"])
             if draws:
-                ops.sample(b, arena["logits"], arena["sampling"], arena["best"])
+                self._draw()
+            else:
+                ops.argmax(b, arena["logits"], arena["best"])
+
+    def _draw(self) -> None:
+        b, logits, best = self._backend, self._arena["logits"], self._arena["best"]
+        ops.argmax(b, logits, best)
+        ops.sample(b, logits, self._arena["sampling"], best)
 
     def _attention(self, layer: LayerSpec, weights: LayerWeights, cache: KvCache) -> None:
         b, arena, scope = self._backend, self._arena, self._scope
