@@ -14,7 +14,6 @@ from lamina.kernels.registry import create_backend, present_devices
 from lamina.rpc_worker import self_test
 from lamina.rpc_worker.explain import explain_device
 from lamina.rpc_worker.self_test import run_self_test
-from lamina.rpc_worker.stage import Stage
 from lamina.rpc_worker.tracing import _DEVICE_TRACK, TraceFile, Tracer, find_ranges
 from lamina.spec.placement import StageSettings
 from lamina.spec.quant import GgmlType
@@ -94,12 +93,7 @@ def test_a_trace_has_the_cards_activity(cuda: Backend, model: Path, tmp_path: Pa
     """A-11: every innermost scope has a device event of positive length, in order, within the step."""
     trace = TraceFile(tmp_path, "gpu")
     tracer = Tracer(trace, cuda, 0, find_ranges())
-    tested = InProcessModel(model, cuda, (), SETTINGS)
-    stage = tested.stages[0]
-    traced = Stage(cuda, tested.spec, stage._layers, SETTINGS, tracer=tracer)
-    tested.stages = [traced]
-    traced._weights, traced._arena = stage._weights, stage._arena
-    traced.allocate_cache((SETTINGS.max_blocks_per_seq * SETTINGS.max_seqs,))
+    tested = InProcessModel(model, cuda, (), SETTINGS, tracer)
     for _ in range(2):
         tested.step({0: [1, 2, 3]})
     trace.close()

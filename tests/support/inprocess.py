@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from lamina.kernels.backend import Backend
 from lamina.rpc_worker.stage import Stage
 from lamina.rpc_worker.step_queue import ReadyStep
+from lamina.rpc_worker.tracing import Tracer
 from lamina.spec.digest import model_digest
 from lamina.spec.families import model_spec
 from lamina.spec.gguf import read_gguf
@@ -25,13 +26,21 @@ class InProcessModel:
     """`cuts` are the first layers of the second and later stages: () is the whole model, (7,) two stages."""
 
     def __init__(
-        self, path: Path, backend: Backend, cuts: Sequence[int] = (), settings: StageSettings = F32_SETTINGS
+        self,
+        path: Path,
+        backend: Backend,
+        cuts: Sequence[int] = (),
+        settings: StageSettings = F32_SETTINGS,
+        tracer: Tracer | None = None,
     ) -> None:
         file = read_gguf(path)
         self.spec = model_spec(file, model_digest(file))
         self.settings = settings
         bounds = [0, *cuts, self.spec.num_layers]
-        self.stages = [Stage(backend, self.spec, LayerRange(start, stop), settings) for start, stop in pairwise(bounds)]
+        self.stages = [
+            Stage(backend, self.spec, LayerRange(start, stop), settings, tracer=tracer)
+            for start, stop in pairwise(bounds)
+        ]
         for stage in self.stages:
             stage.load(file.tensors, lambda _: None)
             stage.allocate_cache((settings.max_blocks_per_seq * settings.max_seqs,) * len(self.spec.cache_groups))

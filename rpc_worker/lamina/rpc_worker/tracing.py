@@ -2,7 +2,8 @@
 
 `Tracer.scope` is used by one stage on its compute thread; a `TraceFile` belongs to the process and is written by any
 thread. A stage that is traced runs op by op (a replay is one launch, with nothing inside to see), and the device is
-waited for after every step: a trace shows where time goes, not how much the untraced step takes. Untraced, scopes are
+waited for after every step: a trace shows where time goes, not how much the untraced step takes. On a CPU each op then
+costs some 0.1 ms of Python, which its scope includes: compare ops of models that take far longer. Untraced, scopes are
 entered while a recording is made, never in a replay.
 
 Files are arrays of events as Perfetto and chrome://tracing read them, and each write ends with a whole event: the
