@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from lamina.coordinator.api.settings import ApiSettings
 from lamina.coordinator.api.state import Loading
 from lamina.coordinator.model_file import ModelFile
+from lamina.coordinator.text.chat import ChatEncoder
+from lamina.coordinator.text.template import ChatTemplate
 from lamina.spec.errors import WorkerLost
 from support.browser import Browser
 from support.live_page import LivePage, running_page
@@ -62,6 +65,21 @@ def set_field(browser: Browser, name: str, value: str) -> None:
     browser.run(f"document.querySelector('[name={name}]').focus()")
     browser.run(f"document.querySelector('[name={name}]').select()")
     browser.type(value)
+
+
+def test_thoughts_stand_apart_from_the_answer(model: ModelFile, browser: Browser) -> None:
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}"
+    thinking = replace(model, chat=ChatEncoder(model.tokenizer, ChatTemplate(source, "", "")))
+    with running_page(thinking, text_script(thinking, "<think>\nHm, <b>well</b>.\n</think>\n\nYes.")) as page:
+        open_chat(browser, page)
+        ask(browser, "Why?")
+        wait_for_answer(browser)
+        assert browser.run("document.querySelector('.turn.assistant .thought div').textContent") == "Hm, <b>well</b>."
+        assert browser.run("document.querySelector('.turn.assistant .body').textContent") == "Yes."
+        ask(browser, "And?")
+        wait_for_answer(browser, 2)
+        history = sent_bodies(browser)[-1]["messages"]
+    assert [message["content"] for message in history if message["role"] == "assistant"] == ["Yes."]
 
 
 def test_an_answer_is_drawn_as_it_comes_and_measured(page: LivePage, browser: Browser) -> None:

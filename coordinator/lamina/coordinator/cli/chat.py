@@ -50,13 +50,21 @@ def _answer(client: ServerClient, settings: ChatSettings, messages: list[dict[st
     if settings.max_tokens is not None:
         body["max_tokens"] = settings.max_tokens
     pieces: list[str] = []
+    is_thinking = False
     timings: dict[str, float] = {}
     try:
         for event in client.stream("/v1/chat/completions", body):
             timings = event.get("timings", timings)
             for choice in event["choices"]:
-                pieces.append(choice["delta"].get("content") or "")
-                print(pieces[-1], end="", flush=True)
+                if thought := choice["delta"].get("reasoning_content"):
+                    print(thought, end="", file=sys.stderr, flush=True)  # no part of the answer, nor of the history
+                    is_thinking = True
+                piece = choice["delta"].get("content") or ""
+                if piece and is_thinking:
+                    print("\n", file=sys.stderr, flush=True)
+                    is_thinking = False
+                pieces.append(piece)
+                print(piece, end="", flush=True)
     except KeyboardInterrupt:  # the server notices that we are gone
         print(" [stopped]", end="")
     except LaminaError as error:

@@ -15,7 +15,7 @@ export async function fetchJson(path, apiKey) {
 }
 
 /**
- * Stream a chat completion: yields {text} for each piece, {finish} with the reason, and {usage, timings} at the end.
+ * Stream a chat completion: yields {text} for each piece, {thought} for each before the answer, {finish} with the reason, and {usage, timings} at the end.
  * Throws ApiError, also when the stream breaks off; AbortError when `signal` is aborted.
  */
 export async function* streamChat(body, apiKey, signal) {
@@ -30,6 +30,7 @@ export async function* streamChat(body, apiKey, signal) {
     const event = JSON.parse(data);
     if (event.error) throw new ApiError(event.error.message, response.status, event.error.code);
     for (const choice of event.choices) {
+      if (choice.delta?.reasoning_content) yield { thought: choice.delta.reasoning_content };
       if (choice.delta?.content) yield { text: choice.delta.content };
       if (choice.finish_reason) yield { finish: choice.finish_reason };
     }

@@ -74,6 +74,7 @@ class Reply {
   constructor(turn) {
     this.turn = turn;
     this.text = "";
+    this.thought = "";
     this.hasFailed = false;
     this.numPieces = 0;
     this.startedMs = performance.now();
@@ -89,8 +90,9 @@ class Reply {
   take(piece) {
     if (piece.finish) this.finish = piece.finish;
     if (piece.timings) this.summary = piece;
-    if (!piece.text) return;
-    this.text += piece.text;
+    if (!piece.text && !piece.thought) return;
+    this.text += piece.text ?? "";
+    this.thought += piece.thought ?? "";
     this.numPieces += 1;
     this.lastMs = performance.now();
     this.firstMs ||= this.lastMs;
@@ -101,7 +103,10 @@ class Reply {
 
   draw() {
     this.isScheduled = false;
-    follow(() => renderMarkdown(this.turn.body, this.text));
+    follow(() => {
+      if (this.thought) showThought(this.turn, this.thought);
+      renderMarkdown(this.turn.body, this.text);
+    });
     if (this.turn.element.ariaBusy === "true") this.turn.note.textContent = this.measured();
   }
 
@@ -160,6 +165,20 @@ function addTurn(role) {
   log.append(element);
   log.scrollTop = log.scrollHeight;
   return turn;
+}
+
+/** What the model thought before it answered, to be folded away. */
+function showThought(turn, text) {
+  if (!turn.thought) {
+    const details = document.createElement("details");
+    details.className = "thought";
+    details.open = true;
+    details.append(document.createElement("summary"), document.createElement("div"));
+    details.firstChild.textContent = "Thoughts";
+    turn.body.before(details);
+    turn.thought = details.lastChild;
+  }
+  turn.thought.textContent = text;
 }
 
 /** Change the log, and stay at its end if that is where the reader is. */
