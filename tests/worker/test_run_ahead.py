@@ -5,6 +5,7 @@ The device is the emulated GPU; deferred, it runs what it is given only when som
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lamina.spec.errors import InvalidPlan
 from lamina.spec.families import model_spec
 from lamina.spec.gguf import read_gguf
 from lamina.spec.ids import BlockId, Epoch, SeqId, StepId
+from lamina.spec.model import LayerRange
 from lamina.spec.placement import StageSettings
 from lamina.spec.sampling import SamplingParams
 from lamina.spec.step import (
@@ -84,24 +86,52 @@ class Thread:
 
 @dataclass
 class Bench:
-    """One stage of all layers, a controller that is told of every outcome."""
+    """The stages of a model on one device and one thread, a controller that is told of every outcome."""
 
-    stage: Stage
-    queue: StepQueue
+    stages: list[Stage]
     thread: Thread = field(default_factory=Thread)
     outcomes: list[Outcome] = field(default_factory=list)
     most_launched: int = 0
 
     def __post_init__(self) -> None:
         device: Any = self.thread
-        self.runner = StepRunner(self.stage, self.queue, device, self.outcomes.append, self.outcomes.append)
-        self.runner.neighbour = self.runner
+        self.queues = [
+            StepQueue(EPOCH, SETTINGS, takes_tokens=index == 0, hidden=64, vocab_size=320)
+            for index in range(len(self.stages))
+        ]
+        self.runners = [
+            StepRunner(stage, queue, device, self.outcomes.append, self.outcomes.append)
+            for stage, queue in zip(self.stages, self.queues, strict=True)
+        ]
+        for runner, following in zip(self.runners, self.runners[1:] + self.runners[:1], strict=True):
+            runner.attach_neighbour(following)
+
+    @property
+    def queue(self) -> StepQueue:
+        """Of stage 0."""
+        return self.queues[0]
+
+    @property
+    def stage(self) -> Stage:
+        """The last one."""
+        return self.stages[-1]
+
+    def plan(self, step: int, *slices: SeqSlice) -> None:
+        """To every stage, the last one first."""
+        for queue, runner in zip(reversed(self.queues), reversed(self.runners), strict=True):
+            queue.add_plan(StepPlan(EPOCH, StepId(step), slices))
+            runner.wake()
+
+    def edit(self, edit: AddSequence | RemoveSequence) -> None:
+        """To those whom it concerns."""
+        for queue in self.queues if isinstance(edit, RemoveSequence) else self.queues[-1:]:
+            queue.add_edit(edit)
 
     def until_answered(self) -> StepDone:
-        """The next answer. Raises what the stage failed with."""
+        """The next answer. Raises what a stage failed with."""
         while not self.outcomes:
             assert self.thread.work(), "nothing is left to do"
-            self.most_launched = max(self.most_launched, len(self.runner._launched))
+            self.most_launched = max(self.most_launched, len(self.runners[-1]._launched))
         outcome = self.outcomes.pop(0)
         if not isinstance(outcome, StageResult):
             raise outcome
@@ -109,26 +139,31 @@ class Bench:
         return outcome.done
 
 
+CUTS = pytest.mark.parametrize("cuts", [(), (1,)], ids=["one stage", "two stages"])
+NewBench = Callable[..., Bench]
+
+
 @pytest.fixture
-def new_bench(path: Path) -> Iterator[Callable[[Device], Bench]]:
+def new_bench(path: Path) -> Iterator[NewBench]:
     stages = []
 
-    def make(device: Device) -> Bench:
+    def make(device: Device, cuts: tuple[int, ...] = ()) -> Bench:
         backend = CudaBackend(device=device)
         if not isinstance(device, DeferredDevice):
             backend.capabilities = replace(backend.capabilities, asynchronous=False)
         file = read_gguf(path)
         spec = model_spec(file, model_digest(file))
-        stage = Stage(backend, spec, spec.all_layers, SETTINGS)
-        stages.append(stage)
-        stage.load(file.tensors, lambda _: None)
-        stage.allocate_cache((8 * BLOCKS_PER_SEQ,))
-        return Bench(stage, StepQueue(EPOCH, SETTINGS, takes_tokens=True, hidden=64, vocab_size=320))
+        bounds = [0, *cuts, spec.num_layers]
+        bench = Bench([Stage(backend, spec, LayerRange(*pair), SETTINGS) for pair in pairwise(bounds)])
+        stages.extend(bench.stages)
+        for stage in bench.stages:
+            stage.load(file.tensors, lambda _: None)
+            stage.allocate_cache((8 * BLOCKS_PER_SEQ,))
+        return bench
 
     yield make
     for stage in stages:
         stage.free()
-        stage._backend.close()
 
 
 @dataclass
@@ -177,14 +212,12 @@ def converse(bench: Bench, talks: list[Talk], num_steps: int) -> list[StepDone]:
                     next(talk for talk in talks if talk.seq == sampled.seq).is_over = True
         for talk in talks:
             if talk.begins == step:
-                bench.queue.add_edit(talk.add())
+                bench.edit(talk.add())
             if talk.ends + RUN_AHEAD == step:  # every step that names it is answered
-                bench.queue.add_edit(RemoveSequence(SeqId(talk.seq)))
+                bench.edit(RemoveSequence(SeqId(talk.seq)))
         there = [talk for talk in talks if talk.begins <= step < talk.ends and not talk.is_over]
         order = there[step % len(there) :] + there[: step % len(there)]
-        slices = tuple(talk.next_slice(step, row) for row, talk in enumerate(order))
-        bench.queue.add_plan(StepPlan(EPOCH, StepId(step), slices))
-        bench.runner.wake()
+        bench.plan(step, *(talk.next_slice(step, row) for row, talk in enumerate(order)))
     while len(answers) < num_steps:
         answers.append(bench.until_answered())
     return answers
@@ -211,7 +244,7 @@ def scenes(kind: str) -> list[Talk]:
 
 @pytest.mark.parametrize("kind", ["greedy", "drawn", "mixed"])
 @pytest.mark.parametrize("looks", [1, 3, 50])
-def test_running_ahead_changes_no_answer(new_bench: Callable[[Device], Bench], looks: int, kind: str) -> None:
+def test_running_ahead_changes_no_answer(new_bench: NewBench, looks: int, kind: str) -> None:
     """Whatever the device's pace; sequences that ended, were cancelled or came in between included."""
     waiting, deferred = new_bench(EmulatedDevice()), new_bench(DeferredDevice(looks))
     expected = converse(waiting, scenes(kind), 24)
@@ -223,8 +256,22 @@ def test_running_ahead_changes_no_answer(new_bench: Callable[[Device], Bench], l
     assert not deferred.queue._fed_on_device
 
 
+@pytest.mark.parametrize("kind", ["greedy", "drawn", "mixed"])
+@pytest.mark.parametrize("looks", [1, 3, 50])
+def test_stages_of_one_device_hand_over_on_it(new_bench: NewBench, looks: int, kind: str) -> None:
+    """Neither the hidden state nor, where it can be helped, the token comes to the host between them."""
+    whole, device = new_bench(EmulatedDevice()), DeferredDevice(looks)
+    split = new_bench(device, (1,))
+    expected = converse(whole, scenes(kind), 24)
+    assert converse(split, scenes(kind), 24) == expected
+    assert split.most_launched == 2
+    downloads = set(split.stages[0]._model._slot._host)  # type: ignore[union-attr]
+    assert downloads == set(), "the first stage has neither sent nor received a hidden state"
+    assert split.queues[0]._tokens == whole.queue._tokens
+
+
 @pytest.mark.parametrize("kind", ["drawn", "mixed"])
-def test_the_device_draws_what_the_host_would(new_bench: Callable[[Device], Bench], kind: str) -> None:
+def test_the_device_draws_what_the_host_would(new_bench: NewBench, kind: str) -> None:
     """B-31: the same tokens where every row is drawn from logits on the host."""
     device, host = new_bench(EmulatedDevice()), new_bench(EmulatedDevice())
     sampler = host.stage._sampler
@@ -239,63 +286,67 @@ def test_the_device_draws_what_the_host_would(new_bench: Callable[[Device], Benc
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.8, top_p=0.95)], ids=["greedy", "drawn"])
-def test_such_steps_never_wait_for_the_device(new_bench: Callable[[Device], Bench], sampling: SamplingParams) -> None:
+@CUTS
+def test_such_steps_never_wait_for_the_device(
+    new_bench: NewBench, sampling: SamplingParams, cuts: tuple[int, ...]
+) -> None:
     """Nor does anything on the way to a launch: while a step runs the next is already there."""
     device = DeferredDevice(looks=4)
-    bench = new_bench(device)
+    bench = new_bench(device, cuts)
     converse(bench, [Talk(0, (1, 2, 3), max_tokens=60, sampling=sampling)], 3)  # recordings are made
     before = device.num_waits
     again = new_bench_epoch(bench)
     converse(again, [Talk(1, (1, 2, 3), max_tokens=60, sampling=sampling)], 30)
-    assert device.num_waits - before == 1, "the end of the epoch before, nothing else"
+    assert device.num_waits - before == len(bench.stages), "the end of the epoch before, nothing else"
 
 
 def new_bench_epoch(bench: Bench) -> Bench:
-    """The same stage under a new queue and runner."""
-    bench.runner.end()
+    """The same stages under new queues and runners."""
+    for runner in bench.runners:
+        runner.end()
     while bench.thread.work():
         pass
-    return Bench(bench.stage, StepQueue(EPOCH, SETTINGS, takes_tokens=True, hidden=64, vocab_size=320))
+    return Bench(bench.stages)
 
 
-def test_an_epoch_may_end_with_steps_in_flight(new_bench: Callable[[Device], Bench]) -> None:
+@CUTS
+def test_an_epoch_may_end_with_steps_in_flight(new_bench: NewBench, cuts: tuple[int, ...]) -> None:
     """They are dropped, and the next epoch starts as if nothing had been."""
-    bench = new_bench(DeferredDevice(looks=1000))
+    bench = new_bench(DeferredDevice(looks=1000), cuts)
     expected = converse(new_bench(EmulatedDevice()), [Talk(1, (1, 2, 3))], 10)
-    bench.queue.add_edit(Talk(0, (7, 7, 7)).add())
     talk = Talk(0, (7, 7, 7))
+    bench.edit(talk.add())
     for step in range(2):
-        bench.queue.add_plan(StepPlan(EPOCH, StepId(step), (talk.next_slice(step, 0),)))
-        bench.runner.wake()
-    while len(bench.runner._launched) < 2:
+        bench.plan(step, talk.next_slice(step, 0))
+    while len(bench.runners[-1]._launched) < 2:
         assert bench.thread.work()
     again = new_bench_epoch(bench)
     assert bench.outcomes == []
     assert converse(again, [Talk(1, (1, 2, 3))], 10) == expected
 
 
-def test_a_launch_that_fails_is_told_after_the_answers_before_it(new_bench: Callable[[Device], Bench]) -> None:
-    bench = new_bench(DeferredDevice(looks=7))
+@CUTS
+def test_a_launch_that_fails_is_told_after_the_answers_before_it(new_bench: NewBench, cuts: tuple[int, ...]) -> None:
+    bench = new_bench(DeferredDevice(looks=7), cuts)
     talk = Talk(0, (1, 2, 3))
-    bench.queue.add_edit(talk.add())
-    bench.queue.add_plan(StepPlan(EPOCH, StepId(0), (talk.next_slice(0, 0),)))
-    wrong = replace_pos(talk.next_slice(1, 0), 9)
-    bench.queue.add_plan(StepPlan(EPOCH, StepId(1), (wrong,)))
-    bench.queue.add_plan(StepPlan(EPOCH, StepId(2), (talk.next_slice(2, 0),)))
-    bench.runner.wake()
-    assert bench.until_answered().step == 0
+    bench.edit(talk.add())
+    bench.plan(0, talk.next_slice(0, 0))
+    bench.plan(1, replace_pos(talk.next_slice(1, 0), 9))
+    bench.plan(2, talk.next_slice(2, 0))
+    if not cuts:
+        assert bench.until_answered().step == 0
     with pytest.raises(InvalidPlan, match="its next position is 3"):
         bench.until_answered()
     while bench.thread.work():
         pass
-    assert (bench.queue.next_step, bench.outcomes) == (2, []), "no further step is begun"
+    assert bench.queue.next_step == 2, "no further step is begun"
 
 
 def replace_pos(piece: SeqSlice, pos: int) -> SeqSlice:
     return piece._replace(pos=pos, input=Tokens((1,)))
 
 
-def test_a_finish_that_fails_drops_what_was_launched_after_it(new_bench: Callable[[Device], Bench]) -> None:
+def test_a_finish_that_fails_drops_what_was_launched_after_it(new_bench: NewBench) -> None:
     bench = new_bench(DeferredDevice(looks=7))
 
     def fail(*_: object) -> None:
@@ -304,10 +355,10 @@ def test_a_finish_that_fails_drops_what_was_launched_after_it(new_bench: Callabl
     bench.stage._sampler.sample = fail  # type: ignore[assignment]
     with pytest.raises(ZeroDivisionError):
         converse(bench, [Talk(0, (1, 2, 3))], 4)
-    assert not bench.runner._launched
+    assert not bench.runners[0]._launched
 
 
-def test_a_sequence_that_is_not_finite_ends_alone_though_its_token_is_fed(new_bench: Callable[[Device], Bench]) -> None:
+def test_a_sequence_that_is_not_finite_ends_alone_though_its_token_is_fed(new_bench: NewBench) -> None:
     """A-05, B-35: its -1 goes into the next step before the host has seen it, and spoils nobody else's row."""
     results = []
     for device in (EmulatedDevice(), DeferredDevice(looks=5)):

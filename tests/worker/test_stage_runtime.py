@@ -45,7 +45,8 @@ class FakeStage:
 
     max_launched = 1
 
-    def launch(self, ready: ReadyStep) -> LaunchedStep:
+    def launch(self, ready: ReadyStep, sampled: None, *, hands_over: bool) -> LaunchedStep:
+        assert not hands_over
         return LaunchedStep(ready, Outcome(np.zeros(0), None), 0.0)  # type: ignore[arg-type]
 
     def is_done(self, launched: LaunchedStep) -> bool:
@@ -356,7 +357,7 @@ def test_an_exception_of_the_device_is_named(broken: str) -> None:
 
 async def _exception_scene(broken: str) -> None:
     bench = Bench(0, num_stages=1)
-    setattr(bench.stage, broken, lambda _: 1 / 0)
+    setattr(bench.stage, broken, lambda *_, **__: 1 / 0)
     bench.plan(0)
     bench.device.work()
     assert bench.answers() == ["LaminaError: a (layers 0-1): ZeroDivisionError: division by zero", "end"]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.kernels.backend import Backend, GraphDecision, GraphMode
-from lamina.kernels.buffer import DType, StepLimits, StepShape
+from lamina.kernels.buffer import Buffer, DType, StepLimits, StepShape
 from lamina.rpc_worker.arena import Arena
 from lamina.rpc_worker.grammar import GrammarCompiler
 from lamina.rpc_worker.graph_cache import GraphCache
@@ -200,6 +200,11 @@ class Stage:
         self._sampler.clear()
 
     @property
+    def is_last(self) -> bool:
+        """Whether it samples."""
+        return self._layers.stop == self._spec.num_layers
+
+    @property
     def max_launched(self) -> int:
         """Steps that may be launched and not finished."""
         # A trial of a recording, and the watch for an overflow of f16, look at every step before the next may run.
@@ -210,13 +215,20 @@ class Stage:
         """`launch` and `finish`, waiting in between."""
         return self.finish(self.launch(ready))
 
-    def launch(self, ready: ReadyStep) -> LaunchedStep:
-        """Begin a step. Raises InvalidPlan if the plan contradicts what came before, Unavailable without a cache."""
+    def launch(
+        self, ready: ReadyStep, sampled: Buffer | None = None, *, hands_over: bool = False
+    ) -> LaunchedStep:
+        """Begin a step. Raises InvalidPlan if the plan contradicts what came before, Unavailable without a cache.
+
+        `sampled` holds those of its tokens that only the device knows. A stage that `hands_over` leaves its hidden
+        state on the device, in `hidden_buffer`.
+        """
         start_s = time.perf_counter()
         model, plan = self._loaded_model(), ready.plan
         if self._tracer is not None:
             self._tracer.begin_span("step", plan.step, rows=plan.num_rows, sequences=len(plan.slices))
-        outcome = model.collect(self._launch(ready))
+        shape = self._launch(ready, sampled)
+        outcome = model.leave() if hands_over else model.collect(shape)
         if not model.is_last:
             return LaunchedStep(ready, outcome, start_s)
         rows = [(piece.seq, piece.end) for piece in plan.sampled()]
@@ -236,6 +248,8 @@ class Stage:
         if model.is_last:
             done = self._answer(model, ready.plan, values, needs_logits=launched.needs_logits)
             result = StageResult(ready, None, done, 0)
+        elif not len(values):  # handed over
+            result = StageResult(ready, None, None, 0)
         else:
             hidden = values.astype(np.float32)
             num_bad = int(np.count_nonzero(~np.isfinite(hidden.sum(axis=1))))
@@ -262,12 +276,22 @@ class Stage:
         model, plan = self._loaded_model(), ready.plan
         return model.logits(plan.num_logit_rows) if model.is_last else model.hidden(plan.num_rows)
 
-    def _launch(self, ready: ReadyStep) -> StepShape:
+    @property
+    def hidden_buffer(self) -> Buffer:
+        """Where a step that hands over leaves its hidden state, until the next is launched."""
+        return self._loaded_model().hidden_buffer
+
+    @property
+    def tokens_buffer(self) -> Buffer:
+        """Where the last stage leaves the tokens of a step, until the next is launched."""
+        return self._loaded_model().tokens_buffer
+
+    def _launch(self, ready: ReadyStep, sampled: Buffer | None = None) -> StepShape:
         model, plan = self._loaded_model(), ready.plan
         self._tables.apply(plan)
         for copy in plan.block_copies:
             self._loaded_pool().copy_block(copy.group, copy.source, copy.target)
-        arrays = self._arrays(ready)
+        arrays = self._arrays(ready, sampled)
         self._precision.launch(model, arrays)
         return arrays.shape
 
@@ -323,7 +347,7 @@ class Stage:
         s = self._settings
         return StepLimits(s.max_rows, s.max_seqs, s.max_logit_rows, s.max_blocks_per_seq)
 
-    def _arrays(self, ready: ReadyStep) -> StepArrays:
+    def _arrays(self, ready: ReadyStep, sampled: Buffer | None) -> StepArrays:
         plan = ready.plan
         place = self._tables.locate(plan)
         last_rows = place.row_starts[1:] - 1
@@ -342,14 +366,15 @@ class Stage:
             place.blocks,
             logit_rows,
             tokens=ready.tokens,
+            sampled=sampled,
             hidden=ready.hidden,
-            sampling=self._sampling(ready.plan),
+            handed=None if ready.handed is None else ready.handed.buffer,
+            sampling=self._sampling(plan),
         )
 
     def _sampling(self, plan: StepPlan) -> NDArray[np.float32] | None:
         """What the device is to draw the step's tokens by; scored rows are among the logit rows, and the host's."""
-        is_last = self._layers.stop == self._spec.num_layers
-        if not is_last or plan.num_scored:
+        if not self.is_last or plan.num_scored:
             return None
         return self._sampler.device_params([(piece.seq, piece.end) for piece in plan.sampled()])
 

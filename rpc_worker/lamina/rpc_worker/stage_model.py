@@ -35,7 +35,9 @@ class StepArrays:
     blocks: tuple[Ints, ...]  # by cache group [seqs, max blocks]
     logit_rows: Ints  # [rows whose logits are wanted]
     tokens: Ints | None = None  # one of -1 - i is what the step launched before has sampled in its logit row i
+    sampled: Buffer | None = None  # where that lies
     hidden: NDArray[np.float32] | None = None
+    handed: Buffer | None = None  # instead of `hidden`, on this device
     sampling: NDArray[np.float32] | None = None  # [logit rows, SAMPLE_PARAMS]; None: argmax will do for all
 
     @property
@@ -93,6 +95,21 @@ class StageModel:
             rerun = Rerun(lambda: self._upload(step), lambda: self._outputs(step.shape))
         draws = step.sampling is not None
         self._graphs.run(partial(self._forward, draws=draws), step.shape, rerun, variant="draws" if draws else None)
+
+    @property
+    def hidden_buffer(self) -> Buffer:
+        """Where a step leaves its hidden state, until the next is launched."""
+        return self._arena["hidden"]
+
+    @property
+    def tokens_buffer(self) -> Buffer:
+        """Where the last stage leaves the tokens of a step, until the next is launched."""
+        return self._arena["best"]
+
+    def leave(self) -> Outcome:
+        """What the step just launched leaves stays on the device."""
+        self._slot.close()
+        return Outcome(np.zeros(0, np.float32), self._slot)
 
     def collect(self, shape: StepShape) -> Outcome:
         """Have what the step just launched leaves brought to the host, without waiting for it."""
@@ -168,18 +185,20 @@ class StageModel:
         self._slot.upload_staged(staged)
         if step.hidden is not None:
             self._slot.upload(self._arena["hidden"], "hidden", step.hidden)
-        if step.tokens is not None and step.tokens.min() < 0:
-            self._feed_sampled(step.tokens)
+        if step.handed is not None:
+            self._backend.copy(step.handed, self._arena["hidden"], step.shape.num_rows)
+        if step.tokens is not None and step.sampled is not None and step.tokens.min() < 0:
+            self._feed_sampled(step.tokens, step.sampled)
 
-    def _feed_sampled(self, tokens: Ints) -> None:
+    def _feed_sampled(self, tokens: Ints, sampled: Buffer) -> None:
         """Copy tokens that only the device knows to where the step reads them, a run of rows at a time."""
-        best, target = self._arena["best"], self._arena["tokens"]
+        target = self._arena["tokens"]
         rows = np.flatnonzero(tokens < 0)
         sources = -1 - tokens[rows]
         ends = np.flatnonzero((np.diff(rows) != 1) | (np.diff(sources) != 1)) + 1
         for run, run_sources in zip(np.split(rows, ends), np.split(sources, ends), strict=True):
             count, row, source = len(run), int(run[0]), int(run_sources[0])
-            self._backend.copy(best.rows(source, source + count), target.rows(row, row + count), count)
+            self._backend.copy(sampled.rows(source, source + count), target.rows(row, row + count), count)
 
     def _outputs(self, shape: StepShape) -> list[NDArray[np.generic]]:
         """All that a step leaves for others, for comparison."""

@@ -92,7 +92,7 @@ class StageRuntime:
         )
         self._runner = StepRunner(stage, self._queue, device, self._on_outcome, self.link_lost)
         if key.is_first and key.is_last:
-            self._runner.neighbour = self._runner
+            self._runner.attach_neighbour(self._runner)
         self._responses: Responses | None = None
         self._link: Link | None = None
         self._sent_back: deque[pb.StepDone] = deque(maxlen=MAX_RUN_AHEAD)  # answers given to the feedback edge
@@ -186,17 +186,17 @@ class StageRuntime:
             await link.close()
             raise StaleEpoch(f"{self._who}: epoch {self.key.epoch} ended while its edge was opened")
         await self._replace_link(link)
-        self._runner.neighbour = None
+        self._runner.attach_neighbour(None)
 
     async def attach_neighbour(self, following: "StageRuntime") -> None:
         """What leaves the stage goes straight to the next one, which lives in this process."""
-        self._runner.neighbour = following._runner
+        self._runner.attach_neighbour(following._runner)
         await self._replace_link(None)
 
     def link_lost(self, error: LaminaError) -> None:
         """The edge forward broke. Losing the feedback edge costs speed, any other ends the stage's epoch."""
         self._link = None
-        self._runner.neighbour = None
+        self._runner.attach_neighbour(None)
         if not self.key.is_last:
             self.fail(WorkerLost(f"edge to stage {self.key.next_index} lost: {error}"))
             return
@@ -208,7 +208,7 @@ class StageRuntime:
 
     async def close_link(self) -> None:
         """Drop the edge forward."""
-        self._runner.neighbour = None
+        self._runner.attach_neighbour(None)
         await self._replace_link(None)
 
     async def _replace_link(self, link: Link | None) -> None:
@@ -252,7 +252,7 @@ class StageRuntime:
         if self._link is not None and result.hidden is not None:
             frame = encode_frame(plan, result.hidden, self.settings.wire_dtype)
             self._link.send(pb.FramesRequest(frame=frame))
-        elif self._runner.neighbour is None:
+        elif not self._runner.has_neighbour:
             next_index = self.key.next_index
             self.fail(Unavailable(f"no edge to stage {next_index} for step {plan.step}; link the stages first"))
 
@@ -261,7 +261,7 @@ class StageRuntime:
         if self._link is not None:
             self._sent_back.append(message)
             self._link.send(pb.FramesRequest(done=message))
-        elif self._runner.neighbour is None:
+        elif not self._runner.has_neighbour:
             message.needs_relay = True
         self._respond(pb.StepsResponse(done=message))
 

@@ -37,7 +37,7 @@ class StepTransfers:
             start = end
 
     def upload_staged(self, values: Mapping[str, Array]) -> None:
-        """The first rows of the staged buffers, in one transfer; between and beside them lies what earlier steps had."""
+        """The first rows of the staged buffers, in one transfer; what lies between them is of earlier steps."""
         end = 0
         for name, rows in values.items():
             place, start = self._parts[name]

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.kernels.buffer import Buffer
 from lamina.spec.errors import InvalidPlan, StaleEpoch
 from lamina.spec.ids import Epoch, SeqId, StepId
 from lamina.spec.placement import StageSettings
@@ -25,21 +26,37 @@ from lamina.v1 import step_pb2 as pb
 from lamina.wire.frames import check_frame, check_frame_size, decode_frame
 
 Edit = AddSequence | RemoveSequence
-Hidden = NDArray[np.float32]
 OnDevice = Mapping[tuple[SeqId, int], int]
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceHidden:
+    """The hidden state of a stage on the same device, in the first rows of that stage's own buffer.
+
+    Whoever has copied it, in stream order, calls `on_taken`: the buffer is written again after that.
+    """
+
+    buffer: Buffer
+    num_rows: int
+    on_taken: Callable[[], None]
+
+    def __len__(self) -> int:
+        return self.num_rows
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyStep:
     """A plan with its input: token ids int32 [rows] on stage 0, hidden state float32 [rows, H] elsewhere.
 
-    A token of -1 - i is not known on the host yet: it is the i-th of those that the device has sampled.
+    A token of -1 - i is not known on the host yet: it is the i-th of those that the device has sampled. So is the
+    hidden state if it was `handed` over on the device.
     """
 
     plan: StepPlan
     tokens: NDArray[np.int32] | None
-    hidden: Hidden | None
+    hidden: NDArray[np.float32] | None
+    handed: DeviceHidden | None = None
 
 
 def _locked(method: Method) -> Method:
@@ -49,6 +66,9 @@ def _locked(method: Method) -> Method:
             return method(self, *args, **kwargs)
 
     return cast(Method, call)
+
+
+Hidden = NDArray[np.float32] | DeviceHidden
 
 
 class StepQueue:
@@ -143,7 +163,7 @@ class StepQueue:
         plan = self._plans.get(self._next)
         if plan is None or self._edits:
             return None
-        tokens = hidden = None
+        tokens = hidden = handed = None
         if self._takes_tokens:
             tokens = self._input_tokens(plan, on_device or {})
             if tokens is None:
@@ -152,10 +172,16 @@ class StepQueue:
             received = self._inputs.pop(self._next, None)
             if received is None:
                 return None
-            hidden = decode_frame(received) if isinstance(received, pb.Frame) else received
+            match received:
+                case pb.Frame():
+                    hidden = decode_frame(received)
+                case DeviceHidden():
+                    handed = received
+                case _:
+                    hidden = received
         del self._plans[self._next]
         self._next = StepId(self._next + 1)
-        return ReadyStep(plan, tokens, hidden)
+        return ReadyStep(plan, tokens, hidden, handed)
 
     def _input_tokens(self, plan: StepPlan, on_device: OnDevice) -> NDArray[np.int32] | None:
         ids: list[int] = []

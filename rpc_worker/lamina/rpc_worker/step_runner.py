@@ -1,7 +1,9 @@
 """Takes a stage through its steps on the compute thread: the next one begins the moment it can, no loop is asked.
 
 Owns the steps that are launched and not finished. Everything else it touches belongs to the compute thread too (the
-stage) or may be touched by any (the queue). Where the next stage lives in this process, results go straight to it.
+stage) or may be touched by any (the queue). Where the next stage lives in this process, results go straight to it; on
+the same device, if that runs asynchronously, they never leave it: the hidden state is copied from buffer to buffer, and
+stage 0 takes the tokens that the last stage has sampled before the host knows them.
 """
 
 import logging
@@ -9,11 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from lamina.kernels.buffer import Buffer
 from lamina.rpc_worker.device_thread import DeviceThread
 from lamina.rpc_worker.stage import LaunchedStep, Stage, StageResult
-from lamina.rpc_worker.step_queue import OnDevice, StepQueue
+from lamina.rpc_worker.step_queue import DeviceHidden, Hidden, OnDevice, ReadyStep, StepQueue
 from lamina.spec.errors import LaminaError, StaleEpoch
-from lamina.spec.step import AddSequence
+from lamina.spec.step import AddSequence, StepDone, StepPlan
 
 _log = logging.getLogger(__name__)
 Outcome = StageResult | Exception
@@ -43,9 +46,22 @@ class StepRunner:
         self._failure: Exception | None = None
         self._stopped = False
         self._ended = False
-        self.neighbour: StepRunner | None = None  # who takes the results, where that is a stage of this process
+        self._is_handed = False  # the hidden state of the step launched last is not copied yet
+        self._neighbour: StepRunner | None = None  # who takes the results, where that is a stage of this process
+        self._feeder: StepRunner | None = None  # the last stage, on stage 0 of the same process
 
     # -- from any thread
+
+    @property
+    def has_neighbour(self) -> bool:
+        """Whether results go to a stage of this process."""
+        return self._neighbour is not None
+
+    def attach_neighbour(self, following: "StepRunner | None") -> None:
+        """Results go straight to the next stage from now on; on the last stage that is stage 0."""
+        self._neighbour = following
+        if following is not None and self._stage.is_last:
+            following._feeder = self
 
     def wake(self) -> None:
         """The queue has something new."""
@@ -60,16 +76,21 @@ class StepRunner:
         self._stopped = self._ended = True
         self._device.post(self._close, self._on_closed)
 
-    def take_result(self, result: StageResult) -> None:
-        """The result of the stage before, or on stage 0 of the last. Raises StaleEpoch or InvalidPlan."""
+    def take_done(self, done: StepDone) -> None:
+        """On stage 0: what the last stage has sampled. Raises StaleEpoch or InvalidPlan."""
+        self._require_open()
+        self._queue.add_done(done)
+        self.wake()
+
+    def take_hidden(self, plan: StepPlan, hidden: Hidden) -> None:
+        """What the stage before has made of a step. Raises StaleEpoch or InvalidPlan."""
+        self._require_open()
+        self._queue.add_hidden(plan.epoch, plan.step, hidden)
+        self.wake()
+
+    def _require_open(self) -> None:
         if self._ended:
             raise StaleEpoch("its epoch has ended")
-        if result.done is not None:
-            self._queue.add_done(result.done)
-        elif result.hidden is not None:
-            plan = result.ready.plan
-            self._queue.add_hidden(plan.epoch, plan.step, result.hidden)
-        self.wake()
 
     # -- on the compute thread
 
@@ -86,6 +107,7 @@ class StepRunner:
 
     def _close(self) -> None:
         self._launched.clear()
+        self._is_handed = False
         self._stage.reset_sequences()
 
     def _on_closed(self, outcome: object) -> None:
@@ -101,21 +123,49 @@ class StepRunner:
                     self._stage.add_sequence(edit)
                 else:
                     self._stage.remove_sequence(edit.seq)
-            ready = self._queue.pop_ready(self._on_device())
+            feeder = self._feeder if self._shares_device_with(self._feeder) else None
+            ready = self._queue.pop_ready(feeder._sampled() if feeder else None)
             if ready is None:
                 return False
-            self._launched.append(self._stage.launch(ready))
+            self._launch(ready, feeder._stage.tokens_buffer if feeder else None)
         except Exception as error:  # told once the steps before it are
             self._failure = error
         return True
 
+    def _launch(self, ready: ReadyStep, sampled: Buffer | None) -> None:
+        neighbour = self._neighbour if self._shares_device_with(self._neighbour) else None
+        hands_over = neighbour is not None and not self._stage.is_last
+        self._launched.append(self._stage.launch(ready, sampled, hands_over=hands_over))
+        if ready.handed is not None:
+            ready.handed.on_taken()
+        if neighbour is None:
+            return
+        if hands_over:
+            self._is_handed = True
+            handed = DeviceHidden(self._stage.hidden_buffer, ready.plan.num_rows, self._on_taken)
+            self._give(lambda: neighbour.take_hidden(ready.plan, handed))
+        else:
+            neighbour.wake()  # the tokens are there, as far as the device is concerned
+
+    def _on_taken(self) -> None:
+        self._is_handed = False
+        self.wake()
+
     def _has_room(self) -> bool:
         launched = self._launched
+        if self._is_handed:
+            return False
         return not launched or (len(launched) < self._stage.max_launched and not launched[-1].needs_logits)
 
-    def _on_device(self) -> OnDevice:
-        """Tokens that a next step can take from the device: those of the step before, where this is the only stage."""
-        return self._launched[-1].sampled if self._launched and self.neighbour is self else {}
+    def _sampled(self) -> OnDevice | None:
+        """Where the device keeps the tokens of the step launched last, which the host does not know yet."""
+        return self._launched[-1].sampled if self._launched else None
+
+    def _shares_device_with(self, other: "StepRunner | None") -> bool:
+        """Whether what one leaves on the device is there for the other, in the order of their launches."""
+        if other is None or other._device is not self._device:
+            return False
+        return min(self._stage.max_launched, other._stage.max_launched) > 1
 
     def _end(self) -> bool:
         if self._launched:
@@ -136,13 +186,20 @@ class StepRunner:
         return False
 
     def _deliver(self, result: StageResult) -> None:
-        neighbour = self.neighbour
-        if neighbour is not None:
-            try:
-                neighbour.take_result(result)
-            except LaminaError as error:
-                self._device.tell_loop(partial(self._on_edge_lost, error))
-            else:
-                if result.done is None and not result.num_nonfinite_rows:
-                    return  # it went where it should, and nobody on the loop has anything to say of it
+        neighbour, done, hidden = self._neighbour, result.done, result.hidden
+        if done is not None:
+            if neighbour is not None:
+                self._give(lambda: neighbour.take_done(done))
+        elif hidden is None:
+            return  # handed over when it was launched
+        elif neighbour is not None:
+            self._give(lambda: neighbour.take_hidden(result.ready.plan, hidden))
+            if not result.num_nonfinite_rows:
+                return  # it went where it should, and nobody on the loop has anything to say of it
         self._device.tell_loop(partial(self._on_outcome, result))
+
+    def _give(self, hand_over: Callable[[], None]) -> None:
+        try:
+            hand_over()
+        except LaminaError as error:
+            self._device.tell_loop(partial(self._on_edge_lost, error))
