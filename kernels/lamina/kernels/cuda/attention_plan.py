@@ -7,7 +7,7 @@ few queries per KV head (decode), one for the others (prefill); a step may need 
 from dataclasses import dataclass
 
 from lamina.kernels.buffer import Buffer, DType, KvCache
-from lamina.kernels.cuda.kv_pages import KV_TYPES, key_page_bytes, pages_of, value_page_bytes, value_width
+from lamina.kernels.cuda.kv_pages import KV_TYPES, key_page_bytes, key_width, pages_of, value_page_bytes, value_width
 from lamina.kernels.cuda.planner import NO_TARGET, Planner, Rows, address_of, ceil_div
 from lamina.kernels.cuda.policy import HALF_MMA
 from lamina.kernels.cuda.programs import program
@@ -132,7 +132,9 @@ def _plan_many(planner: Planner, args: AttentionArgs, rows: Rows, few_queries: i
     cache = args.cache
     tiles = ceil_div(rows.capacity * args.group, TILE_QUERIES * MANY_WARPS) + planner.shape.num_seqs - 1
     page_bytes = key_page_bytes(cache.dtype, cache.key_dim) + value_page_bytes(cache.dtype, cache.value_dim)
-    shared_bytes = STAGES * STAGE_PAGES * page_bytes
+    stage_bytes = STAGE_PAGES * page_bytes
+    query_bytes = MANY_WARPS * TILE_QUERIES * (2 * key_width(cache.key_dim) + 16)
+    shared_bytes = stage_bytes + max((STAGES - 1) * stage_bytes, query_bytes)
     entry = program("attention_many.cu", "attend_many", **_defines(cache))
     problem = _problem(planner, args, 1, few_queries, 0, 0)
     grid = (tiles, cache.num_kv_heads, 1)

@@ -19,10 +19,16 @@ struct Attention {
     float scale, softcap;
 };
 
+// tanh by 2^x, to 2e-7: tanhf would fill the instruction cache, and what caps scores by it needs no more.
+DEVICE float small_tanh(float x) {
+    const float power = fast_exp2(2.f * LOG2_E * fminf(x, 20.f));
+    return 1.f - 2.f / (power + 1.f);
+}
+
 // log2-scaled score after softcap; the softmax works with 2^x.
 DEVICE float score_of(const Attention& p, float dot) {
     float score = dot * p.scale;
-    if (p.softcap > 0.f) score = p.softcap * tanhf(score / p.softcap);
+    if (p.softcap > 0.f) score = p.softcap * small_tanh(score / p.softcap);
     return score * LOG2_E;
 }
 

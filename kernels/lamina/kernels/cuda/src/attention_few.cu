@@ -3,7 +3,11 @@
 // The keys are split over blocks and over the warps of a block; the last block of a sequence and head merges them.
 #include "tile.cuh"
 
-constexpr int FEW_WARPS = VALUE_WIDTH <= 128 ? 8 : 4, MAX_PARTS = 32;
+#ifndef FEW_WARPS
+#define FEW_WARPS (VALUE_DIM <= 128 ? 8 : 4)
+#endif
+
+constexpr int MAX_PARTS = 32;
 // Below this many pages a warp the keys stay with one block: merging through memory costs several pages' time.
 constexpr int UNSPLIT_PAGES = 3;
 
@@ -82,6 +86,7 @@ DEVICE const float4& quad_of(const Partial& part, int at) { return reinterpret_c
 // How much each of up to 32 partials counts in their sum, [part][query]; the sum's highest and total. A warp a query.
 DEVICE void weigh_partials(const Partial* parts, int count, int queries, float (*factors)[16], Partial& sum) {
     const int lane = threadIdx.x % 32;
+#pragma unroll 1
     for (int m = threadIdx.x / 32; m < queries; m += FEW_WARPS) {
         const bool real = lane < count;
         const float highest = real ? parts[lane].highest[m] : NEGATIVE_INFINITY;
@@ -100,8 +105,10 @@ DEVICE void merge_partials(const Partial* parts, int count, int queries, Partial
     constexpr int QUADS = VALUE_WIDTH / 4, BATCH = 16;
     weigh_partials(parts, count, queries, factors, sum);
     __syncthreads();
+#pragma unroll 1
     for (int at = threadIdx.x; at < queries * QUADS; at += blockDim.x) {
         float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
         for (int first = 0; first < count; first += BATCH) {
             float4 batch[BATCH];
 #pragma unroll
@@ -120,9 +127,11 @@ DEVICE void merge_warps(const Partial* scratch, int busy_warps, int queries, Par
     constexpr int QUADS = VALUE_WIDTH / 4;
     weigh_partials(scratch, busy_warps, queries, factors, to);
     __syncthreads();
+#pragma unroll 1
     for (int at = threadIdx.x; at < queries * QUADS; at += blockDim.x) {
         const int m = at / QUADS;
         float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
         for (int w = 0; w < busy_warps; w++) add_scaled(value, quad_of(scratch[w], at), factors[w][m]);
         reinterpret_cast<float4*>(to.o)[at] = value;
     }
@@ -133,6 +142,7 @@ DEVICE void write_output(const Attention& p, const Partial& sum, int first_row, 
                          const Activations& to) {
     constexpr int QUADS = VALUE_WIDTH / 4;
     const int count = min(16, queries - first_query);
+#pragma unroll 1
     for (int at = threadIdx.x; at < ceil_div(count * QUADS, 32) * 32; at += blockDim.x) {
         const int local = at / QUADS, quad = at % QUADS, m = first_query + local;
         // whole warps take part in hand_over: eight lanes at least share a query
@@ -187,16 +197,21 @@ struct Share {
 DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* scratch, const Share& share,
                             int first_block) {
     __shared__ int is_last;
+    __shared__ Queries queries;
     __shared__ float factors[MAX_PARTS][16];
     const int head = blockIdx.y % p.num_kv_heads, count = share.count;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int busy_warps = min(FEW_WARPS, share.end - share.begin);
+    Keys keys;
+    if (warp < busy_warps) keys.load(p, first_block, head, lane);
+    queries.load(p, share.first_row, share.first_query, count, head, threadIdx.x, blockDim.x);
+    __syncthreads();
     if (warp < busy_warps) {
         Tile tile;
-        Keys keys;
+        tile.start(p, share.first_row, share.first_query, share.queries, lane);
+        tile.load(queries, lane);
         int page = share.begin + warp, block = first_block;
-        keys.load(p, block, head, lane);
-        tile.load(p, share.first_row, share.first_query, share.queries, head, lane);
+#pragma unroll 1
         for (; page < share.end; page += FEW_WARPS) {
             Values values;
             values.load(p, block, head, lane);
@@ -259,16 +274,15 @@ attend_few(const Attention p, const Activations to) {
         return;
     }
     share.table = p.block_table + static_cast<size_t>(share.seq) * p.table_stride;
-    share.set(p, tile * 16, p.num_splits);
-    int first_block = share.begin + warp < share.end ? share.table[share.begin + warp] : 0;
-    grid_wait();
-    for (int query = tile * 16;;) {
+    int max_splits = p.num_splits;
+#pragma unroll 1
+    for (int query = tile * 16; query < share.queries; query += num_tiles * 16) {
+        share.set(p, query, max_splits);
+        const int first_block = share.begin + warp < share.end ? share.table[share.begin + warp] : 0;
+        grid_wait();  // the first time; then it returns at once
         if (share.split < share.num_splits) attend_few_tile(p, to, scratch, share, first_block);
-        query += num_tiles * 16;
-        if (query >= share.queries) return;
+        max_splits = 1;
         __syncthreads();
-        share.set(p, query, 1);
-        first_block = share.begin + warp < share.end ? share.table[share.begin + warp] : 0;
     }
 #endif
 }

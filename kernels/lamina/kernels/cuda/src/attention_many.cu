@@ -114,11 +114,17 @@ attend_many(const Attention p, const Activations to) {
         ? first_visible(p, p.positions[first_row + first_query / p.group]) / PAGE_TOKENS : end;
     const int warp_end = first_query < queries
         ? p.positions[first_row + min(first_query + 15, queries - 1) / p.group] / PAGE_TOKENS + 1 : begin;
-    grid_wait();
     Tile tile;
-    tile.load(p, first_row, first_query, queries, head, lane);
+    tile.start(p, first_row, first_query, queries, lane);
+    grid_wait();
     fetch_stage(p, memory, table, begin, end, head);
     copy_async_commit();
+    // each warp's own queries, where the second stage will be and beyond
+    Queries& mine = reinterpret_cast<Queries*>(memory + STAGE_BYTES)[warp];
+    mine.load(p, first_row, first_query, max(0, min(16, queries - first_query)), head, lane, 32);
+    __syncthreads();
+    tile.load(mine, lane);
+    __syncthreads();
     int parity = 0;
     for (int page = begin; page < end; page += STAGE_PAGES, parity ^= 1) {
         fetch_stage(p, memory + (parity ^ 1) * STAGE_BYTES, table, page + STAGE_PAGES, end, head);

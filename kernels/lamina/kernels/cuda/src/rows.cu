@@ -46,50 +46,37 @@ DEVICE float block_sum(float value) {
     return warp_sum(lane < blockDim.x / 32 ? warps[lane] : 0.f);
 }
 
-constexpr int HELD_QUADS = 4;  // of a thread: rows of up to 16,384 columns are read once
-
-// One block a row; also hands the result over to the linear that comes next.
-KERNEL __launch_bounds__(1024)
+// One block a row; also hands the result over to the linear that comes next. Rows of up to four columns a thread, which
+// is what decoding waits for, are read once, by little code that needs few registers: such a block finds room beside
+// the kernel it follows, and has its gains before the row is there.
+KERNEL __launch_bounds__(1024, 2)
 rms_norm(const float* x, int x_stride, const float* weight, float* out, int out_stride, int columns, float eps,
          const int* num_rows, const Activations to) {
     grid_release_dependents();
     const int n = blockIdx.x, quads = padded_quads(columns), rows = *num_rows;
     const float* row = x + static_cast<size_t>(n) * x_stride;
-    float* to_row = out + static_cast<size_t>(n) * out_stride;
-    float4 held[HELD_QUADS], gains[HELD_QUADS];
-    float squares = 0.f;
-#pragma unroll
-    for (int i = 0; i < HELD_QUADS; i++) {
-        const int quad = threadIdx.x + i * blockDim.x;
-        if (quad < quads) gains[i] = load_quad(weight, quad, columns);
-    }
+    float4 gain = load_quad(weight, threadIdx.x, columns);
     grid_wait();
     if (n >= rows) return;
-#pragma unroll
-    for (int i = 0; i < HELD_QUADS; i++) {
-        const int quad = threadIdx.x + i * blockDim.x;
-        if (quad >= quads) break;
-        held[i] = load_quad(row, quad, columns);
-        squares += held[i].x * held[i].x + held[i].y * held[i].y + held[i].z * held[i].z + held[i].w * held[i].w;
-    }
-    for (int quad = threadIdx.x + HELD_QUADS * blockDim.x; quad < quads; quad += blockDim.x) {
-        const float4 v = load_quad(row, quad, columns);
-        squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    float4 v = load_quad(row, threadIdx.x, columns);
+    float squares = v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+#pragma unroll 1
+    for (int quad = threadIdx.x + blockDim.x; quad < quads; quad += blockDim.x) {
+        const float4 more = load_quad(row, quad, columns);
+        squares += more.x * more.x + more.y * more.y + more.z * more.z + more.w * more.w;
     }
     const float scale = rsqrtf(block_sum(squares) / columns + eps);
-    auto finish_quad = [&](int quad, float4 v, float4 w) {
-        const float4 y = make_float4(v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w);
-        store_quad(to_row, quad, columns, y);
+#pragma unroll 1
+    for (int quad = threadIdx.x; quad < quads;) {
+        const float4 y =
+            make_float4(v.x * scale * gain.x, v.y * scale * gain.y, v.z * scale * gain.z, v.w * scale * gain.w);
+        store_quad(out + static_cast<size_t>(n) * out_stride, quad, columns, y);
         hand_over(to, n, quad, y.x, y.y, y.z, y.w);
-    };
-#pragma unroll
-    for (int i = 0; i < HELD_QUADS; i++) {
-        const int quad = threadIdx.x + i * blockDim.x;
+        quad += blockDim.x;
         if (quad >= quads) break;
-        finish_quad(quad, held[i], gains[i]);
+        v = load_quad(row, quad, columns);
+        gain = load_quad(weight, quad, columns);
     }
-    for (int quad = threadIdx.x + HELD_QUADS * blockDim.x; quad < quads; quad += blockDim.x)
-        finish_quad(quad, load_quad(row, quad, columns), load_quad(weight, quad, columns));
 }
 
 // One warp a group of columns (a norm per head). Grid (blocks of 8 groups, rows).

@@ -58,12 +58,30 @@ struct Fragment<KV_Q8> {
     }
 };
 
-// Four numbers, of which `left` are there; zeros for the others.
-DEVICE float4 load_four(const float* at, int left) {
-    if (left < 4) return make_float4(left > 0 ? at[0] : 0.f, left > 1 ? at[1] : 0.f, left > 2 ? at[2] : 0.f, 0.f);
-    if ((reinterpret_cast<u64>(at) & 15) == 0) return *reinterpret_cast<const float4*>(at);
-    return make_float4(at[0], at[1], at[2], at[3]);
-}
+// Sixteen queries as numbers of 16 bits, for A fragments; rows are 16 bytes more than KEY_WIDTH apart, so that the eight
+// rows of a fragment lie in different banks.
+struct Queries {
+    uint4 eights[16][KEY_WIDTH / 8 + 1];
+
+    // `count` queries from first_query on of KV head `head`; each of num_threads threads does its share. Little code,
+    // since decoding runs it once.
+    DEVICE void load(const Attention& p, int first_row, int first_query, int count, int head, int thread,
+                     int num_threads) {
+        constexpr int PAIRS = KEY_WIDTH / 2;
+#pragma unroll 1
+        for (int at = thread; at < 16 * PAIRS; at += num_threads) {
+            const int local = at / PAIRS, d = at % PAIRS * 2, m = first_query + local;
+            const int row = first_row + m / p.group, query_head = head * p.group + m % p.group;
+            float low = 0.f, high = 0.f;
+            if (local < count) {
+                const float* from = p.q + static_cast<size_t>(row) * p.q_stride + query_head * KEY_DIM + d;
+                if (d < KEY_DIM) low = from[0];
+                if (d + 1 < KEY_DIM) high = from[1];
+            }
+            reinterpret_cast<u32*>(eights[local])[at % PAIRS] = pack(low, high);
+        }
+    }
+};
 
 struct Tile {
     u32 q[KEY_CHUNKS][2][4];
@@ -71,34 +89,32 @@ struct Tile {
     float highest[2], total[2];  // rows g and g + 8; total: this lane's share
     int position[2];             // -1: no such query
 
-    // Queries first_query .. + 15 of `queries` rows of KV head `head`; first_row is the sequence's.
-    DEVICE void load(const Attention& p, int first_row, int first_query, int queries, int head, int lane) {
-        const int g = lane / 4, t = lane % 4;
+    // Positions of queries first_query .. + 15 of `queries`; first_row is the sequence's. Step inputs only.
+    DEVICE void start(const Attention& p, int first_row, int first_query, int queries, int lane) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int m = first_query + g + 8 * h;
-            const bool real = m < queries;
-            const int row = first_row + (real ? m / p.group : 0);
-            const int query_head = head * p.group + (real ? m % p.group : 0);
-            position[h] = real ? p.positions[row] : -1;
+            const int m = first_query + lane / 4 + 8 * h;
+            position[h] = m < queries ? p.positions[first_row + m / p.group] : -1;
             highest[h] = NEGATIVE_INFINITY;
             total[h] = 0.f;
-            const float* at = p.q + static_cast<size_t>(row) * p.q_stride + query_head * KEY_DIM + 8 * t;
-#pragma unroll
-            for (int c = 0; c < KEY_CHUNKS; c++) {
-#pragma unroll
-                for (int step = 0; step < 2; step++) {
-                    const int first = 32 * c + 4 * step;
-                    const int left = KEY_DIM == KEY_WIDTH ? 4 : KEY_DIM - 8 * t - first;
-                    const float4 x = real ? load_four(at + first, left) : make_float4(0.f, 0.f, 0.f, 0.f);
-                    q[c][step][h] = pack(x.x, x.y);
-                    q[c][step][h + 2] = pack(x.z, x.w);
-                }
-            }
         }
 #pragma unroll
         for (int i = 0; i < VALUE_TILES; i++)
             for (int j = 0; j < 4; j++) o[i][j] = 0.f;
+    }
+    DEVICE void load(const Queries& from, int lane) {
+        const int g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int c = 0; c < KEY_CHUNKS; c++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {  // eight dimensions 32 c + 8 t ..
+                const uint4 x = from.eights[g + 8 * h][4 * c + t];
+                q[c][0][h] = x.x;
+                q[c][0][h + 2] = x.y;
+                q[c][1][h] = x.z;
+                q[c][1][h + 2] = x.w;
+            }
+        }
     }
 
     // Scores of one page; fragment(c, j) gives the keys of dimensions 32 c .. and tile j.
