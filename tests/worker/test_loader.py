@@ -1,6 +1,8 @@
 """What a stage reads: its own tensors, once, nothing else; refused before reading when memory is short."""
 
+import logging
 import os
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,6 +46,17 @@ def load(path: Path, layers: LayerRange) -> tuple[StageWeights, TensorReader]:
     file, spec = opened(path)
     with TensorReader(lambda done: None) as reader:
         return StageLoader(MockBackend(), spec, file.tensors, reader).load(layers), reader
+
+
+def test_a_load_is_timed_against_the_disk(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log says how long it took and what the disk alone would have allowed, which is never less."""
+    with caplog.at_level(logging.INFO, "lamina.rpc_worker.loader"):
+        _, reader = load(tiny, opened(tiny)[1].all_layers)
+    found = re.search(r"([\d.]+) MiB in [\d.]+ s, (\d+) MiB/s; the disk alone: (\d+) MiB/s", caplog.text)
+    assert found is not None
+    mib, rate, disk = (float(text) for text in found.groups())
+    assert mib == pytest.approx(reader.bytes_read / 2**20, abs=0.05)
+    assert 0 < rate <= disk
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (2,), (1, 2, 3)])

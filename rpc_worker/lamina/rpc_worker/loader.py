@@ -4,7 +4,9 @@ Owns the open files while loading. A tensor is read, laid out by the backend and
 holds about one tensor (the parts of one stacked weight) at a time.
 """
 
+import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -31,18 +33,21 @@ from lamina.spec.model import (
 )
 from lamina.spec.quant import GgmlType
 
+_log = logging.getLogger(__name__)
+
 Progress = Callable[[int], None]  # bytes read so far
 _CHUNK_BYTES = 16 * 2**20  # progress and cancellation are looked at between chunks
 
 
 class TensorReader:
-    """Reads byte ranges of tensors; `ranges` is the log of what was read: (file, offset, bytes)."""
+    """Reads byte ranges of tensors; `ranges` is the log of what was read: (file, offset, bytes), `read_s` its time."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._files: dict[Path, int] = {}
         self.ranges: list[tuple[Path, int, int]] = []
         self.bytes_read = 0
+        self.read_s = 0.0
 
     def __enter__(self) -> "TensorReader":
         return self
@@ -58,6 +63,7 @@ class TensorReader:
         done = 0
         while done < tensor.num_bytes:
             piece = view[done : done + _CHUNK_BYTES]
+            start = time.perf_counter()
             try:
                 got = os.preadv(self._descriptor(tensor.file), [piece], tensor.offset_bytes + done)
             except OSError as error:
@@ -67,6 +73,7 @@ class TensorReader:
                 raise InvalidCheckpoint(
                     f"{tensor.file}: tensor {tensor.name} ends after {done} of {tensor.num_bytes} bytes; copy it again"
                 )
+            self.read_s += time.perf_counter() - start
             done += got
             self.bytes_read += got
             self._progress(self.bytes_read)
@@ -92,11 +99,15 @@ class StageLoader:
 
     def load(self, layers: LayerRange) -> StageWeights:
         """Read and lay out everything the stage needs; once. On failure nothing stays allocated."""
+        start = time.perf_counter()
         try:
             self._fill(layers)
         except BaseException:
             self._weights.free()
             raise
+        mib, total_s, read_s = self._reader.bytes_read / 2**20, time.perf_counter() - start, self._reader.read_s
+        rates = mib / max(total_s, 1e-9), mib / max(read_s, 1e-9)
+        _log.info("layers %s: %.1f MiB in %.2f s, %.0f MiB/s; the disk alone: %.0f MiB/s", layers, mib, total_s, *rates)
         return self._weights
 
     def _fill(self, layers: LayerRange) -> None:
