@@ -7,7 +7,7 @@ PROMPT ?= Explain in two sentences why the sky is blue.
 NATIVE := CMakeLists.txt pyproject.toml $(shell find kernels/native -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev models demo test lint type proto peer bench check clean
+.PHONY: help setup dev models demo test test-gpu lint type proto peer bench check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -44,6 +44,10 @@ demo: $(VENV)/.installed $(MODEL) ## two workers and a coordinator on loopback a
 
 test: $(VENV)/.dev $(MODEL) ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-gpu: $(VENV)/.dev ## tests and benchmarks of a machine with NVIDIA GPUs, into benchmarks/results
+	@$(BIN)/python -c 'import torch, cupy' || $(BIN)/python -m pip install --quiet --editable '.[dev,cuda]'
+	$(BIN)/python benchmarks/cuda_all.py --json benchmarks/results/cuda-all.json
 
 lint: $(VENV)/.dev ## ruff, import contracts
 	$(BIN)/ruff check .

@@ -1,6 +1,5 @@
 """What only a real card can show: other threads beside a capture, memory over many captures, events, pinned memory."""
 
-import os
 import threading
 from collections.abc import Iterator
 
@@ -14,24 +13,9 @@ from lamina.kernels.cuda.backend import CudaBackend
 from lamina.spec.quant import GgmlType
 from support import op_oracle
 from support.backends import BACKENDS, Bench, create_or_skip
+from support.gpu import MIB, used_bytes
 
 pytestmark = pytest.mark.gpu
-
-MIB = 1 << 20
-
-
-def used_bytes() -> int:
-    """GPU memory of this very process by the driver's books; of all processes if it keeps none, as in containers."""
-    import pynvml
-    import torch
-
-    pynvml.nvmlInit()
-    running = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0))
-    mine = [process.usedGpuMemory for process in running if process.pid == os.getpid()]
-    if len(mine) == 1 and mine[0]:
-        return int(mine[0])
-    free, total = torch.cuda.mem_get_info()
-    return int(total - free)
 
 
 @pytest.fixture
