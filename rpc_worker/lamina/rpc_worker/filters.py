@@ -60,8 +60,8 @@ def logprob(raw: Logits, token: int) -> float:
 
 def logprobs(raw: Logits, token: int, num_top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
     """Log-probability of `token`, and of the `num_top` most likely, under softmax of the raw logits."""
-    values = raw.astype(np.float64)
-    log_sum = values.max() + np.log(np.exp(values - values.max()).sum())
-    top = sampling.largest(values, num_top)[:num_top] if num_top else np.zeros(0, np.int64)
-    top = top[values[top] > -np.inf]
-    return float(values[token] - log_sum), tuple((int(t), float(values[t] - log_sum)) for t in top)
+    shifted = raw - raw.max()
+    log_sum = np.log(np.exp(shifted).sum(dtype=np.float64))
+    top = sampling.largest(raw, num_top)[:num_top] if num_top else np.zeros(0, np.int64)
+    top = top[raw[top] > -np.inf]
+    return float(shifted[token] - log_sum), tuple((int(t), float(shifted[t] - log_sum)) for t in top)

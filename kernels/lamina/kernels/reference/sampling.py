@@ -37,7 +37,7 @@ def draw(logits: Logits, filters: Filters, uniform: float) -> int:
     values = logits.astype(np.float64)
     tokens = np.arange(len(values))
     if 0 < filters.top_k < len(values):  # first, since it is a threshold as well as top_n_sigma, and leaves few
-        tokens = np.sort(largest(values, filters.top_k)[: filters.top_k])
+        tokens = np.sort(largest(logits, filters.top_k)[: filters.top_k])
     lowest = np.finfo(np.float64).min
     if filters.top_n_sigma > 0:
         lowest = values.max() - filters.top_n_sigma * values[np.isfinite(values)].std()
@@ -58,7 +58,7 @@ def draw(logits: Logits, filters: Filters, uniform: float) -> int:
     return int(tokens[min(place, len(tokens) - 1)])
 
 
-def largest(values: Floats, count: int) -> Ints:
+def largest(values: Logits | Floats, count: int) -> Ints:
     """Where the `count` largest values are, and all that equal the last of them: largest first, equal ones by place."""
     places = np.arange(len(values))
     if count < len(values):
