@@ -35,8 +35,8 @@ float nth_largest(float* values, int count, int rank);
 // The standard deviation of the finite logits; `largest` is one of them.
 float deviation_of_finite(const float* logits, int count, float largest);
 
-// Leaves the k largest of the candidates, of equal ones the first; c must lie in the scratch if it has more. Returns how
-// many there are.
+// Leaves the k largest of the candidates, of equal ones the first; c must lie in the scratch if it has more. Returns
+// how many there are.
 int keep_largest(const Candidates& c, int k, const SampleScratch& s);
 
 // Leaves the fewest largest candidates whose weights reach `mass` together, in order of id, of equal ones the first; c
