@@ -3,7 +3,7 @@
 import ctypes
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -204,6 +204,37 @@ def test_idle_threads_use_no_cpu(bench: Bench, backend: CpuBackend) -> None:
     before = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - before < 0.03
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be kept on one core here")
+def test_two_threads_on_one_core_are_not_slower_than_one() -> None:
+    """Performance notes, section 1: contention is noticed and a core given back. Work is what lies between barriers."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})  # what the pool starts inherits it
+    try:
+        replays = [_chained_adds(threads) for threads in (1, 2)]
+        best = [float("inf"), float("inf")]
+        for round_ in range(30):
+            for i, replay in enumerate(replays):
+                start = time.perf_counter()
+                replay()
+                if round_ >= 15:  # the second team has had time to notice
+                    best[i] = min(best[i], time.perf_counter() - start)
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert best[1] < 1.5 * best[0] + 0.0005
+
+
+def _chained_adds(threads: int) -> Callable[[], None]:
+    """Replays 100 additions that depend on one another, half a millisecond on one thread."""
+    try:
+        backend = CpuBackend(threads=threads)
+    except Unsupported as error:
+        pytest.skip(str(error))
+    bench = Bench(backend, BACKENDS["cpu"], np.random.default_rng(3))
+    x, shape = bench.floats(np.ones((8, 4096))), StepShape(8, 1, 0)
+    graph = backend.capture(lambda: [ops.add(backend, x, x, x) for _ in range(100)] and None, shape)
+    return lambda: backend.replay(graph, shape)
 
 
 def test_many_short_replays_with_pauses(bench: Bench, backend: CpuBackend) -> None:
