@@ -1,9 +1,10 @@
 // Drawing tokens from filtered logits, one block a row. Nothing is sorted and no order of additions matters:
 //
 //   Weights exp((logit - largest) / temperature) are whole multiples of 2^-40, so sums are exact and every run gives
-//   the same token. A logit's key grows with its place in the order (logit descending, column ascending), so what a filter
-//   keeps are the keys up to some bound, which `select` finds digit by digit from counts or sums of weights per digit.
-//   A cheap bound first leaves a list of candidates in shared memory; where it leaves too many, the row stands for it.
+//   the same token. A logit's key grows with its place in the order (logit descending, column ascending), so what a
+//   filter keeps are the keys up to some bound, which `select` finds digit by digit from counts or sums of weights per
+//   digit. A cheap bound first leaves a list of candidates in shared memory; where it leaves too many, the row stands
+//   for it.
 #include "common.cuh"
 
 constexpr int THREADS = 1024;
