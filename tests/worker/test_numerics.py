@@ -217,7 +217,7 @@ def test_what_a_wider_dtype_does_not_cure_is_no_reason_to_fall_back(plain: Path,
     """A-05: NaN of a damaged weight or an earlier stage is the sequence's error, and the device keeps its dtype."""
     backend = HalfRangeBackend()
     model = InProcessModel(plain, backend, (), SETTINGS)
-    matrix = model.stages[0]._weights.layers[1].down.storage
+    matrix = model.stages[0]._weights.layers[1].ffn.down.storage
     matrix.values[0, 0] = np.nan
     assert np.isnan(model.step({0: PROMPT})).any()
     assert (warnings, model.stages[0]._precision.dtype.value) == ([], "f16")

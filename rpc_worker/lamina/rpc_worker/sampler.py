@@ -98,6 +98,13 @@ class Sampler:
         """Forget a sequence; unknown ones are fine."""
         self._sequences.pop(seq, None)
 
+    def refuse(self, seqs: Iterable[SeqId], cause: str) -> None:
+        """These have lost a step: each ends at its next token, with `cause`; unknown ones are fine."""
+        for seq in seqs:
+            state = self._sequences.get(seq)
+            if state is not None:
+                state.failure = state.failure or cause
+
     def clear(self) -> None:
         """Forget all."""
         self._sequences.clear()

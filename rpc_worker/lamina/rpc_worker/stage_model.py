@@ -106,6 +106,10 @@ class StageModel:
         """Where the last stage leaves the tokens of a step, until the next is launched."""
         return self._arena["best"]
 
+    def nothing(self, values: NDArray[np.generic]) -> Outcome:
+        """Of a step that was not launched: these values in place of what it would have left."""
+        return Outcome(values, self._slot)
+
     def leave(self) -> Outcome:
         """What the step just launched leaves stays on the device."""
         self._slot.close()
