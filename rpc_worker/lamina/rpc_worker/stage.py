@@ -1,5 +1,6 @@
 """One loaded stage: model, weights, caches, tables, sampler. Everything here belongs to the device's compute thread."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -8,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.kernels.backend import Backend, GraphDecision, GraphMode
-from lamina.kernels.buffer import Buffer, DType, StepLimits, StepShape
+from lamina.kernels.buffer import Buffer, DType, StepShape
 from lamina.rpc_worker.arena import Arena
 from lamina.rpc_worker.grammar import GrammarCompiler
 from lamina.rpc_worker.graph_cache import GraphCache
@@ -16,6 +17,7 @@ from lamina.rpc_worker.kv_pool import KvPool, SequenceTables
 from lamina.rpc_worker.loader import StageLoader, TensorReader
 from lamina.rpc_worker.numerics import Precision
 from lamina.rpc_worker.sampler import Sampler
+from lamina.rpc_worker.stage_memory import check_fits, step_limits, widest
 from lamina.rpc_worker.stage_model import Outcome, StageModel, StepArrays
 from lamina.rpc_worker.staging import MAX_LAUNCHED
 from lamina.rpc_worker.step_queue import OnDevice, ReadyStep
@@ -25,11 +27,12 @@ from lamina.spec.checkpoint import TensorIndex
 from lamina.spec.device import GraphCounts
 from lamina.spec.errors import CapacityExceeded, InvalidPlan, Unavailable
 from lamina.spec.ids import SeqId
-from lamina.spec.memory import arena_layout, stage_weight_bytes_on
-from lamina.spec.model import ExpertsFfn, LayerRange, ModelSpec, stage_tensor_names
+from lamina.spec.memory import arena_layout
+from lamina.spec.model import LayerRange, ModelSpec, stage_tensor_names
 from lamina.spec.placement import StageSettings
-from lamina.spec.quant import WEIGHT_TYPES
 from lamina.spec.step import AddSequence, StepDone, StepPlan
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ class Stage:
         self._spec = spec
         self._layers = layers
         self._settings = settings
+        self._sizes = (step_limits(settings), *widest(spec, layers))
         decision = backend.graph_decision(GraphMode(settings.cuda_graphs))
         if tracer is not None:
             decision = GraphDecision(False, "a traced step runs op by op")
@@ -111,12 +115,12 @@ class Stage:
     def load(self, tensors: TensorIndex, progress: Callable[[int], None]) -> None:
         """Read weights, then allocate the arena. Refuses with numbers before reading what cannot fit (B-42)."""
         self._precision.apply()  # the workspace depends on it
-        self._check_fits(tensors)
+        check_fits(self._backend, self._spec, self._layers, self._settings, tensors)
         with TensorReader(progress) as reader:
             self._weights = StageLoader(self._backend, self._spec, tensors, reader).load(self._layers)
         try:
             self._arena = Arena(self._backend, arena_layout(self._spec, self._layers, self._settings))
-            self._backend.reserve_workspace(self._limits, *_widest(self._spec, self._layers))
+            self._backend.reserve_workspace(*self._sizes)
         except BaseException:
             self.free()
             raise
@@ -136,7 +140,7 @@ class Stage:
         """Bytes of the arena and the backend's workspace."""
         if self._arena is None:
             return 0
-        return self._arena.num_bytes + self._backend.workspace_bytes(self._limits, *_widest(self._spec, self._layers))
+        return self._arena.num_bytes + self._backend.workspace_bytes(*self._sizes)
 
     @property
     def cache_bytes(self) -> int:
@@ -235,6 +239,20 @@ class Stage:
         if plan.num_scored or self._sampler.needs_logits(rows):
             return LaunchedStep(ready, outcome, start_s, needs_logits=True)
         return LaunchedStep(ready, outcome, start_s, sampled={key: i for i, key in enumerate(rows)})
+
+    def refuse(self, ready: ReadyStep, error: CapacityExceeded) -> LaunchedStep:
+        """A step that the device had no memory for, because others have taken it since (C-04): its own sequences end,
+        with the error on the last stage, as not finite behind an earlier one. Raises it where scores are wanted."""
+        model, plan = self._loaded_model(), ready.plan
+        if plan.num_scored:
+            raise error
+        self._backend.synchronize()
+        facts = self._backend.device_facts()
+        cause = f"{error} ({facts.free_bytes / 2**20:.1f} of {facts.total_bytes / 2**20:.1f} MiB are free there now)"
+        _log.error("layers %s: step %d is refused: %s", self._layers, plan.step, cause)
+        left = np.zeros(plan.num_logit_rows) if model.is_last else np.full((plan.num_rows, self._spec.hidden), np.nan)
+        self._sampler.refuse((piece.seq for piece in plan.slices), f"CapacityExceeded: {cause}")
+        return LaunchedStep(ready, model.nothing(left), time.perf_counter(), needs_logits=model.is_last)
 
     def is_done(self, launched: LaunchedStep) -> bool:
         """Whether `finish` need not wait for the device."""
@@ -342,11 +360,6 @@ class Stage:
     def _publish_memory(self) -> None:
         self._memory = StageFacts(self.weight_bytes, self.arena_bytes, self.cache_bytes, self.block_bytes())
 
-    @property
-    def _limits(self) -> StepLimits:
-        s = self._settings
-        return StepLimits(s.max_rows, s.max_seqs, s.max_logit_rows, s.max_blocks_per_seq)
-
     def _arrays(self, ready: ReadyStep, sampled: Buffer | None) -> StepArrays:
         plan = ready.plan
         place = self._tables.locate(plan)
@@ -378,33 +391,6 @@ class Stage:
             return None
         return self._sampler.device_params([(piece.seq, piece.end) for piece in plan.sampled()])
 
-    def _check_fits(self, tensors: TensorIndex) -> None:
-        bits = {kind: self._backend.weight_bits(kind) for kind in WEIGHT_TYPES}
-        weights = stage_weight_bytes_on(self._spec, self._layers, tensors, bits)
-        arena = sum(item.num_bytes for item in arena_layout(self._spec, self._layers, self._settings))
-        arena += self._backend.workspace_bytes(self._limits, *_widest(self._spec, self._layers))
-        free = self._backend.device_facts().free_bytes
-        if weights + arena > free:
-            mib = 2**20
-            raise CapacityExceeded(
-                f"layers {self._layers} need {(weights + arena) / mib:.1f} MiB (weights {weights / mib:.1f}, arena"
-                f" {arena / mib:.1f}), {free / mib:.1f} MiB are free; give this worker fewer layers or more memory"
-            )
-
 
 def _no_logits(rows: list[int]) -> NDArray[np.float32]:
     raise InvalidPlan("a sequence was added, or its sampling changed, after a step that samples it was launched")
-
-
-def _widest(spec: ModelSpec, layers: LayerRange) -> tuple[int, int]:
-    """in_features and out_features of the largest matrices; of one expert where there are several."""
-    widths_in, widths_out = [spec.hidden], [spec.hidden]
-    for layer in spec.layers_of(layers):
-        attention, intermediate = layer.attention, layer.ffn.intermediate
-        widths_in += [attention.output_width, intermediate]
-        widths_out += [attention.query_width + attention.key_width + attention.value_width, 2 * intermediate]
-        if isinstance(layer.ffn, ExpertsFfn):
-            widths_out.append(layer.ffn.num_experts)
-    if layers.start == 0 or layers.stop == spec.num_layers:
-        widths_out.append(spec.vocab_size)
-    return max(widths_in), max(widths_out)
