@@ -43,13 +43,15 @@ LAMINA_INLINE I32x16 dot_groups(const U8x64* codes, const uint8_t* act, int c, I
   return dot.finish();
 }
 
-// The same for columns kBegin and on: kDotCols of them side by side, so that each group is loaded once for all of them.
-// Calls use(c, dot) for every column.
-template <Codes kCodes, int kCount, int kNumCols, int kBegin, class Start, class Use>
-LAMINA_INLINE void dot_side_by_side(const U8x64* codes, const uint8_t* act, Start start, Use use) {
+// The same for columns kBegin and on, up to kDotCols of them side by side, so that each group is loaded once for all.
+// kStore: decoded groups go to memory first, since registers cannot hold them beside the sums: it pays where they are used
+// twice or dear to decode.
+template <Codes kCodes, int kCount, int kNumCols, bool kStore, int kBegin, class Start, class Use>
+LAMINA_INLINE void dot_side_by_side(U8x64* codes, const uint8_t* act, Start start, Use use) {
   constexpr int kRounds = (kNumCols + kDotCols - 1) / kDotCols;
   constexpr int kWidth = (kNumCols + kRounds - 1) / kRounds;
   constexpr int kEnd = kBegin + kWidth < kNumCols ? kBegin + kWidth : kNumCols;
+  if constexpr (kStore) asm volatile("" : "+m"(*reinterpret_cast<U8x64(*)[kCount]>(codes)));
   Dot<kCodes> dots[kEnd - kBegin];
   LAMINA_UNROLL
   for (int c = kBegin; c < kEnd; ++c) dots[c - kBegin].start(start(c));
@@ -63,18 +65,21 @@ LAMINA_INLINE void dot_side_by_side(const U8x64* codes, const uint8_t* act, Star
   }
   LAMINA_UNROLL
   for (int c = kBegin; c < kEnd; ++c) use(c, dots[c - kBegin].finish());
-  if constexpr (kEnd < kNumCols) dot_side_by_side<kCodes, kCount, kNumCols, kEnd>(codes, act, start, use);
+  if constexpr (kEnd < kNumCols) dot_side_by_side<kCodes, kCount, kNumCols, kStore, kEnd>(codes, act, start, use);
 }
 
-template <Codes kCodes, int kCount, int kNumCols, class Start, class Use>
-LAMINA_INLINE void dot_columns(const U8x64* codes, const uint8_t* act, Start start, Use use) {
+// Calls use(c, dot) with the dot product of kCount groups and each column, started at start(c).
+template <Codes kCodes, int kCount, int kNumCols, bool kStore, class Start, class Use>
+LAMINA_INLINE void dot_columns(U8x64* codes, const uint8_t* act, Start start, Use use) {
   if constexpr (kDotCols > 1 && kNumCols > 1) {
-    dot_side_by_side<kCodes, kCount, kNumCols, 0>(codes, act, start, use);
+    dot_side_by_side<kCodes, kCount, kNumCols, kStore, 0>(codes, act, start, use);
   } else {
     LAMINA_UNROLL
     for (int c = 0; c < kNumCols; ++c) use(c, dot_groups<kCodes, kCount, kNumCols>(codes, act, c, start(c)));
   }
 }
+
+constexpr bool stores_codes(const Format& f, int num_cols) { return f.high_bits != 0 || num_cols > kDotCols; }
 
 template <int kPlane>
 LAMINA_INLINE I32x16 initial(const uint8_t* act, int num_cols, int entry) {
@@ -101,14 +106,15 @@ static void direct_block32(const DirectArgs& a) {
       decode_sub<kType>(data, codes);
       const F32x16 scale = block_scale<kType>(super, sub);
       const auto start = [&](int c) LAMINA_LAMBDA { return initial<block_init_plane(f)>(act, n, sub * n + c); };
-      dot_columns<codes_of(f), kGroups, n>(codes, act + sub * kSubCols * n, start, [&](int c, I32x16 dot) LAMINA_LAMBDA {
+      const auto use = [&](int c, I32x16 dot) LAMINA_LAMBDA {
         const F32x16 both = mul(scale, broadcast_f32(act + block32::kScales * n + (sub * n + c) * 4));
         acc[c] = fma(to_float(dot), both, acc[c]);
         if constexpr (f.has_min) {
           const F32x16 sum = broadcast_f32(act + block32::kSums * n + (sub * n + c) * 4);
           acc[c] = fma(block_min(super, sub, num_subs), sum, acc[c]);
         }
-      });
+      };
+      dot_columns<codes_of(f), kGroups, n, stores_codes(f, n)>(codes, act + sub * kSubCols * n, start, use);
     }
     super = data;
     act += n * block32::kBytes;
@@ -174,7 +180,8 @@ LAMINA_INLINE void add_sub(const uint8_t* super, const uint8_t* data, const uint
     const F32x16 float_scale = to_float(scale);
     const auto start = [&](int c) LAMINA_LAMBDA { return initial<super_init_plane(f)>(act, n, index * n + c); };
     const auto use = [&](int c, I32x16 dot) LAMINA_LAMBDA { sums[c].add(scale, float_scale, dot); };
-    dot_columns<codes_of(f), kCount, n>(codes + part * kCount, act + index * f.scale_group * n, start, use);
+    const uint8_t* values = act + index * f.scale_group * n;
+    dot_columns<codes_of(f), kCount, n, stores_codes(f, n)>(codes + part * kCount, values, start, use);
   }
 }
 
