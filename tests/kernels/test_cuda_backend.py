@@ -130,6 +130,19 @@ def test_long_contexts_are_split_and_merged(heads: Heads, window: int) -> None:
         bench.assert_close("attention", found, paged.expected(q, pieces, scale=0.2, window=window, sinks=sinks))
 
 
+@pytest.mark.parametrize("dtype", [DType.F16, DType.Q8_0], ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("window", [0, 150])
+def test_a_chunk_far_into_a_context(window: int, dtype: DType) -> None:
+    """Pages that every query sees are added without a mask, those at either end of what it sees with one."""
+    bench = _bench()
+    paged = PagedSequences(bench, Heads(4, 2, 64, 64), [300, 9], dtype)
+    paged.write_all()
+    pieces = [(0, 213, 300), (1, 0, 9)]
+    q = bench.normal(96, 4, 64)
+    found = paged.attend(q, pieces, scale=0.2, window=window)
+    bench.assert_close("attention", found, paged.expected(q, pieces, scale=0.2, window=window))
+
+
 def test_as_many_rows_as_sequences_but_unevenly() -> None:
     """Three rows of one sequence and two empty ones look like decode, and are still right."""
     bench = _bench()

@@ -14,7 +14,7 @@ from lamina.kernels.cuda.programs import program
 from lamina.kernels.cuda.workspace import MAX_SPLITS, max_attention_parts
 
 TILE_QUERIES = 16
-MANY_WARPS, STAGE_PAGES, STAGES = 8, 2, 2  # as in attention_many.cu
+MANY_WARPS, STAGES = 8, 2  # as in attention_many.cu
 PLAIN_WARPS = 4
 LARGEST_TILE_DIM = 256  # beyond, a warp's registers do not hold its queries and outputs
 _ALL = 1 << 30
@@ -65,6 +65,11 @@ def plan_attention(planner: Planner, args: AttentionArgs) -> None:
 def few_warps(value_dim: int) -> int:
     """Warps of an `attend_few` block: as many as have room for their partial results in shared memory."""
     return 8 if value_width(value_dim) <= 128 else 4
+
+
+def stage_pages(cache: KvCache) -> int:
+    """Pages that `attend_many` brings in at a time."""
+    return 4 if key_width(cache.key_dim) + value_width(cache.value_dim) <= 256 else 2
 
 
 def choose_splits(num_units: int, num_multiprocessors: int) -> int:
@@ -132,7 +137,7 @@ def _plan_many(planner: Planner, args: AttentionArgs, rows: Rows, few_queries: i
     cache = args.cache
     tiles = ceil_div(rows.capacity * args.group, TILE_QUERIES * MANY_WARPS) + planner.shape.num_seqs - 1
     page_bytes = key_page_bytes(cache.dtype, cache.key_dim) + value_page_bytes(cache.dtype, cache.value_dim)
-    stage_bytes = STAGE_PAGES * page_bytes
+    stage_bytes = stage_pages(cache) * page_bytes
     query_bytes = MANY_WARPS * TILE_QUERIES * (2 * key_width(cache.key_dim) + 16)
     shared_bytes = stage_bytes + max((STAGES - 1) * stage_bytes, query_bytes)
     entry = program("attention_many.cu", "attend_many", **_defines(cache))

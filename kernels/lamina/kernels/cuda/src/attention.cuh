@@ -25,12 +25,11 @@ DEVICE float small_tanh(float x) {
     return 1.f - 2.f / (power + 1.f);
 }
 
-// log2-scaled score after softcap; the softmax works with 2^x.
-DEVICE float score_of(const Attention& p, float dot) {
-    float score = dot * p.scale;
-    if (p.softcap > 0.f) score = p.softcap * small_tanh(score / p.softcap);
-    return score * LOG2_E;
-}
+// What queries are multiplied by before they meet keys: scores are then log2-scaled, unless they are capped first.
+DEVICE float query_scale(const Attention& p) { return p.softcap > 0.f ? p.scale : p.scale * LOG2_E; }
+
+// The log2-scaled score of a product with such a query, where scores are capped; the softmax works with 2^x.
+DEVICE float capped(const Attention& p, float dot) { return p.softcap * LOG2_E * small_tanh(dot / p.softcap); }
 
 DEVICE bool visible(const Attention& p, int key, int position) {
     return key <= position && (p.window <= 0 || position - key < p.window);

@@ -221,11 +221,12 @@ DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* 
                 block = share.table[page + FEW_WARPS];
                 keys.load(p, block, head, lane);
             }
-            tile.apply_rules(p, page * PAGE_TOKENS, lane, s);
+            Tile::cap(p, s);
+            tile.mask(p, page * PAGE_TOKENS, lane, s);
             Tile::largest(s, candidate);
             tile.raise(candidate);
-            tile.accumulate([&](int c) { return values.fragment(c, lane); }, s, share.last_key - page * PAGE_TOKENS,
-                            lane);
+            tile.accumulate<false>([&](int c) { return values.fragment(c, lane); }, s,
+                                   share.last_key - page * PAGE_TOKENS, lane);
         }
         tile.sum_totals();
         store_tile(tile, scratch[warp], lane, count);

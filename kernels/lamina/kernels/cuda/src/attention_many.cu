@@ -3,7 +3,7 @@
 // The warps of a block hold different queries of one sequence and KV head and share the pages in shared memory.
 #include "tile.cuh"
 
-constexpr int MANY_WARPS = 8, STAGE_PAGES = 2;
+constexpr int MANY_WARPS = 8, STAGE_PAGES = KEY_WIDTH + VALUE_WIDTH <= 256 ? 4 : 2;
 constexpr int STAGE_BYTES = STAGE_PAGES * (KEY_PAGE_BYTES + VALUE_PAGE_BYTES);
 
 // Pages first .. first + STAGE_PAGES - 1 (those before `end`) into shared memory.
@@ -21,27 +21,30 @@ DEVICE void fetch_stage(const Attention& p, u8* stage, const int* table, int fir
     }
 }
 
+// IS_WHOLE: all pages of the stage are there, and every query sees all of their keys.
+template <bool IS_WHOLE>
 DEVICE void add_stage(const Attention& p, Tile& tile, const u8* stage, int first_page, int num_pages, int last_key,
                       int lane) {
     float s[STAGE_PAGES][2][4], candidate[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
 #pragma unroll
     for (int i = 0; i < STAGE_PAGES; i++) {
-        if (i >= num_pages) break;
+        if (!IS_WHOLE && i >= num_pages) break;
         const u8* keys = stage + i * (KEY_PAGE_BYTES + VALUE_PAGE_BYTES);
         tile.score([&](int c, int j) {
             Fragment<KV_TYPE> fragment;
             fragment.load_key(keys, c, j, lane);
             return fragment.get();
         }, s[i]);
-        tile.apply_rules(p, (first_page + i) * PAGE_TOKENS, lane, s[i]);
+        Tile::cap(p, s[i]);
+        if (!IS_WHOLE) tile.mask(p, (first_page + i) * PAGE_TOKENS, lane, s[i]);
         Tile::largest(s[i], candidate);
     }
     tile.raise(candidate);
 #pragma unroll
     for (int i = 0; i < STAGE_PAGES; i++) {
-        if (i >= num_pages) break;
+        if (!IS_WHOLE && i >= num_pages) break;
         const u8* values = stage + i * (KEY_PAGE_BYTES + VALUE_PAGE_BYTES) + KEY_PAGE_BYTES;
-        tile.accumulate([&](int c) {
+        tile.accumulate<IS_WHOLE>([&](int c) {
             Fragment<KV_TYPE> fragment;
             fragment.load_value(values, c, lane);
             return fragment.get();
@@ -131,9 +134,14 @@ attend_many(const Attention p, const Activations to) {
         copy_async_commit();
         copy_async_wait<1>();
         __syncthreads();
-        if (page + STAGE_PAGES > warp_begin && page < warp_end)
-            add_stage(p, tile, memory + parity * STAGE_BYTES, page, min(STAGE_PAGES, end - page), last_key,
-                      lane);
+        const u8* stage = memory + parity * STAGE_BYTES;
+        if (page + STAGE_PAGES <= warp_begin || page >= warp_end) {
+            // no query of this warp sees it
+        } else if (tile.sees_all(p, page * PAGE_TOKENS, STAGE_PAGES)) {
+            add_stage<true>(p, tile, stage, page, STAGE_PAGES, last_key, lane);
+        } else {
+            add_stage<false>(p, tile, stage, page, min(STAGE_PAGES, end - page), last_key, lane);
+        }
         __syncthreads();
     }
     if (first_query < queries) write_tile(p, tile, first_row, first_query, queries, head, lane, to);

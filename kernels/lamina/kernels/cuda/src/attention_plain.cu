@@ -31,7 +31,7 @@ attend_plain(const Attention p, int type, int key_dim, int value_dim, const int*
     const int seq = sequence_of(p, row);
     if (seq < 0) return;
     for (int d = threadIdx.x; d < key_dim; d += blockDim.x)
-        q[d] = p.q[static_cast<size_t>(row) * p.q_stride + query_head * key_dim + d];
+        q[d] = query_scale(p) * p.q[static_cast<size_t>(row) * p.q_stride + query_head * key_dim + d];
     __syncthreads();
     const int position = p.positions[row], width = value_width(value_dim);
     const int key_bytes = page_bytes(type, key_width(key_dim)), value_bytes = page_bytes(type, width);
@@ -40,7 +40,8 @@ attend_plain(const Attention p, int type, int key_dim, int value_dim, const int*
         const int block = p.block_table[static_cast<size_t>(seq) * p.table_stride + page];
         const u8* keys = page_at(p.k, block, p.num_kv_heads, head, key_bytes);
         const u8* values = page_at(p.v, block, p.num_kv_heads, head, value_bytes);
-        float score = score_of(p, page_score(p, q, keys, type, key_dim, lane));
+        float score = page_score(p, q, keys, type, key_dim, lane);
+        if (p.softcap > 0.f) score = capped(p, score);
         if (!visible(p, page * PAGE_TOKENS + lane % 16, position)) score = NEGATIVE_INFINITY;
         const float raised = fmaxf(top, warp_max(score));
         if (raised == NEGATIVE_INFINITY) continue;

@@ -58,8 +58,8 @@ struct Fragment<KV_Q8> {
     }
 };
 
-// Sixteen queries as numbers of 16 bits, for A fragments; rows are 16 bytes more than KEY_WIDTH apart, so that the eight
-// rows of a fragment lie in different banks.
+// Sixteen queries as numbers of 16 bits, for A fragments; rows are 16 bytes more than KEY_WIDTH apart, so that the
+// eight rows of a fragment lie in different banks.
 struct Queries {
     uint4 eights[16][KEY_WIDTH / 8 + 1];
 
@@ -72,11 +72,12 @@ struct Queries {
         for (int at = thread; at < 16 * PAIRS; at += num_threads) {
             const int local = at / PAIRS, d = at % PAIRS * 2, m = first_query + local;
             const int row = first_row + m / p.group, query_head = head * p.group + m % p.group;
+            const float scale = query_scale(p);
             float low = 0.f, high = 0.f;
             if (local < count) {
                 const float* from = p.q + static_cast<size_t>(row) * p.q_stride + query_head * KEY_DIM + d;
-                if (d < KEY_DIM) low = from[0];
-                if (d + 1 < KEY_DIM) high = from[1];
+                if (d < KEY_DIM) low = scale * from[0];
+                if (d + 1 < KEY_DIM) high = scale * from[1];
             }
             reinterpret_cast<u32*>(eights[local])[at % PAIRS] = pack(low, high);
         }
@@ -88,6 +89,7 @@ struct Tile {
     float o[VALUE_TILES][4];
     float highest[2], total[2];  // rows g and g + 8; total: this lane's share
     int position[2];             // -1: no such query
+    int first_position, last_position;  // of all sixteen
 
     // Positions of queries first_query .. + 15 of `queries`; first_row is the sequence's. Step inputs only.
     DEVICE void start(const Attention& p, int first_row, int first_query, int queries, int lane) {
@@ -98,9 +100,16 @@ struct Tile {
             highest[h] = NEGATIVE_INFINITY;
             total[h] = 0.f;
         }
+        first_position = p.positions[first_row + min(first_query, queries - 1) / p.group];
+        last_position = p.positions[first_row + min(first_query + 15, queries - 1) / p.group];
 #pragma unroll
         for (int i = 0; i < VALUE_TILES; i++)
             for (int j = 0; j < 4; j++) o[i][j] = 0.f;
+    }
+    // Whether every query sees all keys of `count` pages from first_key on.
+    DEVICE bool sees_all(const Attention& p, int first_key, int count) const {
+        const bool is_near = p.window <= 0 || last_position - first_key < p.window;
+        return is_near && first_key + count * PAGE_TOKENS <= first_position + 1;
     }
     DEVICE void load(const Queries& from, int lane) {
         const int g = lane / 4, t = lane % 4;
@@ -134,15 +143,21 @@ struct Tile {
         }
     }
 
-    // Rules and mask; the page's first key is at position first_key.
-    DEVICE void apply_rules(const Attention& p, int first_key, int lane, float (&s)[2][4]) const {
+    DEVICE static void cap(const Attention& p, float (&s)[2][4]) {
+        if (p.softcap <= 0.f) return;
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            for (int i = 0; i < 4; i++) s[j][i] = capped(p, s[j][i]);
+    }
+    // The page's first key is at position first_key.
+    DEVICE void mask(const Attention& p, int first_key, int lane, float (&s)[2][4]) const {
         const int t = lane % 4;
 #pragma unroll
         for (int j = 0; j < 2; j++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int key = first_key + 4 * t + 2 * j + i % 2;
-                s[j][i] = visible(p, key, position[i / 2]) ? score_of(p, s[j][i]) : NEGATIVE_INFINITY;
+                if (!visible(p, key, position[i / 2])) s[j][i] = NEGATIVE_INFINITY;
             }
         }
     }
@@ -166,8 +181,9 @@ struct Tile {
     }
 
     // Adds the page's values, weighted; `highest` already covers the scores. fragment(c): dimensions 16 c ..
-    // Slots after the `last` that is written may hold another sequence's NaN, and 0 * NaN is NaN: they count as 0.
-    template <class Fragments>
+    // Slots after the `last` that is written may hold another sequence's NaN, and 0 * NaN is NaN: they count as 0,
+    // unless IS_WHOLE says that there are none.
+    template <bool IS_WHOLE, class Fragments>
     DEVICE void accumulate(const Fragments& fragment, const float (&s)[2][4], int last, int lane) {
         const int written = last - lane % 4 * 4;  // this lane's tokens are 4 t .. 4 t + 3
         const u32 first_two = (written >= 0 ? 0xffffu : 0u) | (written >= 1 ? 0xffff0000u : 0u);
@@ -178,7 +194,7 @@ struct Tile {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float top = highest[i / 2];
-                weight[j][i] = top == NEGATIVE_INFINITY ? 0.f : fast_exp2(s[j][i] - top);
+                weight[j][i] = !IS_WHOLE && top == NEGATIVE_INFINITY ? 0.f : fast_exp2(s[j][i] - top);
                 total[i / 2] += weight[j][i];
             }
         }
@@ -187,8 +203,13 @@ struct Tile {
 #pragma unroll
         for (int c = 0; c < VALUE_TILES / 2; c++) {
             const uint4 b = fragment(c);
-            mma(o[2 * c], a, b.x & first_two, b.y & last_two);
-            mma(o[2 * c + 1], a, b.z & first_two, b.w & last_two);
+            if constexpr (IS_WHOLE) {
+                mma(o[2 * c], a, b.x, b.y);
+                mma(o[2 * c + 1], a, b.z, b.w);
+            } else {
+                mma(o[2 * c], a, b.x & first_two, b.y & last_two);
+                mma(o[2 * c + 1], a, b.z & first_two, b.w & last_two);
+            }
         }
     }
 
