@@ -144,6 +144,12 @@ def test_what_pascal_turing_and_ada_run(cc: tuple[int, int]) -> None:
     attention = {c.rows: c.kernel for c in report.kernels if (c.op, c.operand) == ("attention", "f16")}
     assert attention == {"decode": decode, "prefill": prefill}
     assert {c.operand for c in report.kernels if c.op == "linear"} >= {"Q4_0", "Q6_K", "F16", "IQ2_XS"}
+    experts = {c.rows: c for c in report.kernels if (c.op, c.operand) == ("experts", "MXFP4")}
+    if cc < (7, 5):
+        assert [c.kernel for c in experts.values()] == ["expert_row"]
+    else:
+        assert [c.kernel for c in experts.values()] == ["expert_row", "expert_rows"]
+    assert not any("planner's choice" in choice.why for choice in report.kernels)
     unpacked = next(c for c in report.kernels if c.operand == "IQ2_XS")
     assert unpacked.why.startswith("decoded to f32")
     if cc < (7, 5):

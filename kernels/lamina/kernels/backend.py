@@ -230,8 +230,10 @@ class Backend(ABC):
     def set_shape(self, shape: StepShape) -> None:
         """The sizes that ops launched from now on run at."""
 
-    def explain(self, weights: Sequence[GgmlType], caches: Sequence[DType]) -> list[KernelChoice]:
-        """Which kernel serves linears on these weight types and attention on these caches."""
+    def explain(
+        self, weights: Sequence[GgmlType], caches: Sequence[DType], experts: Sequence[GgmlType] = ()
+    ) -> list[KernelChoice]:
+        """Which kernel serves linears on these weight types, experts on those, and attention on these caches."""
         kernel = self.capabilities.kernel
         return [
             KernelChoice("every op", "any", "any", kernel, f"the {self.name} backend has one implementation of each")

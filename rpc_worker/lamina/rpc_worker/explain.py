@@ -45,13 +45,15 @@ class ModelTypes:
 
     spec: ModelSpec
     matrices: Mapping[GgmlType, int]
+    experts: tuple[GgmlType, ...] = ()  # of those that belong to experts
 
 
 def read_types(path: Path) -> ModelTypes:
     """From the header alone. Raises what reading it raises."""
     file = read_gguf(path)
     kinds = Counter(tensor.type for tensor in file.tensors.values() if tensor.rows > 1)
-    return ModelTypes(model_spec(file, model_digest(file)), kinds)
+    experts = {tensor.type for name, tensor in file.tensors.items() if "_exps." in name}
+    return ModelTypes(model_spec(file, model_digest(file)), kinds, tuple(sorted(experts)))
 
 
 def explain_device(device: str, create: Callable[[], Backend], model: ModelTypes | None, wish: str) -> DeviceReport:
@@ -72,6 +74,7 @@ def _report(device: str, backend: Backend, model: ModelTypes | None, wish: str) 
     dtype = resolve_compute(wish, can.compute_dtypes, overflowing=overflowing)
     backend.set_compute(dtype)
     weights = sorted(WEIGHT_TYPES if model is None else model.matrices)
+    experts = weights if model is None else model.experts
     caches = sorted(can.kv_dtypes, key=lambda kind: kind.value)
     return DeviceReport(
         device,
@@ -80,7 +83,7 @@ def _report(device: str, backend: Backend, model: ModelTypes | None, wish: str) 
         _why(dtype, wish, can.compute_dtypes, model if overflowing else None),
         "on trial" if graphs.probe else "on" if graphs.enabled else "off",
         graphs.reason,
-        tuple(backend.explain(weights, caches)),
+        tuple(backend.explain(weights, caches, experts)),
     )
 
 

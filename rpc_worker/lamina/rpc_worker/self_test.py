@@ -23,7 +23,7 @@ from lamina.spec.digest import model_digest
 from lamina.spec.errors import LaminaError
 from lamina.spec.gguf import read_gguf
 from lamina.spec.ids import BlockId, Epoch, SeqId, StepId
-from lamina.spec.model import LayerRange, ModelSpec
+from lamina.spec.model import ExpertsFfn, LayerRange, ModelSpec
 from lamina.spec.placement import StageSettings
 from lamina.spec.quant import GgmlType
 from lamina.spec.step import BLOCK_TOKENS, SeqSlice, StepPlan, Tokens
@@ -117,7 +117,8 @@ def _affordable_layers(spec: ModelSpec, num_bytes: int) -> LayerRange:
     for layer in spec.layers_of(spec.all_layers):
         attention = layer.attention
         width = attention.query_width + attention.key_width + attention.value_width + attention.output_width
-        left -= 4 * spec.hidden * (width + 3 * layer.ffn.intermediate)
+        num_experts = layer.ffn.num_experts if isinstance(layer.ffn, ExpertsFfn) else 1
+        left -= 4 * spec.hidden * (width + 3 * num_experts * layer.ffn.intermediate)
         if left < 0:
             return LayerRange(0, max(1, layer.index))
     return spec.all_layers

@@ -158,15 +158,17 @@ class CpuBackend(LedgerBackend):
         num_bytes: int = self._functions.lamina_packed_bytes(self._isa, stored, rows, cols)
         return 8.0 * num_bytes / (rows * cols)
 
-    def explain(self, weights: Sequence[GgmlType], caches: Sequence[DType]) -> list[KernelChoice]:
+    def explain(
+        self, weights: Sequence[GgmlType], caches: Sequence[DType], experts: Sequence[GgmlType] = ()
+    ) -> list[KernelChoice]:
         isa = self._isa.name.lower()
         asked_for = os.environ.get(ISA_VARIABLE)
         why = f"{ISA_VARIABLE} asks for it" if asked_for else "the best instruction set that works here"
         found = []
-        for kind in weights:
+        for op, kind in [*(("linear", kind) for kind in weights), *(("experts", kind) for kind in experts)]:
             packed = memory.stored_type(self._functions, self._isa, kind) is kind
             how = "" if packed else f"; no {isa} kernel for this type, decoded to F32 when loaded"
-            found.append(KernelChoice("linear", kind.name, "any", f"{isa} {kind.name if packed else 'F32'}", why + how))
+            found.append(KernelChoice(op, kind.name, "any", f"{isa} {kind.name if packed else 'F32'}", why + how))
         found += [KernelChoice("attention", dtype.value, "any", f"{isa} {dtype.value}", why) for dtype in caches]
         return found
 

@@ -249,10 +249,12 @@ class CudaBackend(LedgerBackend):
         self._planner.set_shape(shape, one_row_each=shape.num_rows == shape.num_seqs)
         self._planner.plan(op, args)
 
-    def explain(self, weights: Sequence[GgmlType], caches: Sequence[DType]) -> list[KernelChoice]:
+    def explain(
+        self, weights: Sequence[GgmlType], caches: Sequence[DType], experts: Sequence[GgmlType] = ()
+    ) -> list[KernelChoice]:
         device = self.device
         card = CardOnPaper(device.compute_capability, self._planner.compute, device.num_multiprocessors)
-        return card.explain(weights, caches)
+        return card.explain(weights, caches, experts)
 
     def set_compute(self, dtype: DType) -> None:
         super().set_compute(dtype)

@@ -4,7 +4,7 @@ Nothing is allocated or launched, so a Pascal card is explained on a machine wit
 disagree with what runs.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, cast
 
@@ -23,9 +23,12 @@ from lamina.spec.quant import GgmlType
 
 _WIDTH = 4096
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
+_EXPERTS, _EXPERTS_USED = 8, 2
 _MANY_ROWS = 512
 _ROW_COUNTS = (*range(1, 129), _MANY_ROWS)
-_PREPARATION = frozenset({"prepare", "set_shape", "dequantise", "convert", "finish"})  # beside the kernel proper
+_PREPARATION = frozenset(  # beside the kernel proper
+    {"prepare", "set_shape", "dequantise", "convert", "finish", "bin", "prepare_pairs", "combine"}
+)
 
 
 class _PaperDevice:
@@ -59,28 +62,44 @@ class CardOnPaper:
         self._device = _PaperDevice(cc, num_multiprocessors)
         self._planner = OpPlanner(cast(Device, self._device), compute)
 
-    def explain(self, weights: Iterable[GgmlType], caches: Iterable[DType]) -> list[KernelChoice]:
-        """Linears by weight type and rows, attention by cache type and phase."""
+    def explain(
+        self, weights: Iterable[GgmlType], caches: Iterable[DType], experts: Iterable[GgmlType] = ()
+    ) -> list[KernelChoice]:
+        """Linears and experts by weight type and rows, attention by cache type and phase."""
         choices: list[KernelChoice] = []
         for kind in weights:
-            choices += self._linears(kind)
+            choices += self._products("linear", kind, self._weight(kind), self._linear_kernel)
+        for kind in experts:
+            choices += self._products("experts", kind, self._weight(kind, _EXPERTS), self._expert_kernel)
         for dtype in caches:
             choices += self._attentions(dtype)
         return choices
 
-    def _linears(self, kind: GgmlType) -> Iterator[KernelChoice]:
-        weight = self._weight(kind)
-        found = [(num_rows, self._linear_kernel(weight, num_rows)) for num_rows in _ROW_COUNTS]
+    def _products(
+        self, op: str, kind: GgmlType, weight: Weight, kernel_of: Callable[[Weight, int], str]
+    ) -> Iterator[KernelChoice]:
+        found = [(num_rows, kernel_of(weight, num_rows)) for num_rows in _ROW_COUNTS]
         stored = cast(CudaWeight, weight.storage).parts[0]
         decoded = "" if getattr(stored, "stored_from", kind) is getattr(stored, "type", kind) else "decoded to f32; "
         for kernel, run in groupby(found, key=lambda item: item[1]):
             rows = [num_rows for num_rows, _ in run]
-            yield KernelChoice("linear", kind.name, _span(rows), kernel, decoded + self._why(kernel, kind))
+            yield KernelChoice(op, kind.name, _span(rows), kernel, decoded + self._why(kernel, kind))
 
     def _linear_kernel(self, weight: Weight, num_rows: int) -> str:
         x, out = self._floats(num_rows, _WIDTH), self._floats(num_rows, _WIDTH)
         calls = self._plan(ops.LINEAR, {"x": x, "weight": weight, "out": out, "accumulate": False}, num_rows, num_rows)
         return _name(calls, self._compute)
+
+    def _expert_kernel(self, weight: Weight, num_rows: int) -> str:
+        args: dict[str, Any] = {
+            "x": self._floats(num_rows, _EXPERTS_USED * _WIDTH),
+            "experts": self._ints((num_rows, _EXPERTS_USED), Extent.ROWS),
+            "shares": self._floats(num_rows, _EXPERTS_USED),
+            "weight": weight,
+            "out": self._floats(num_rows, _WIDTH),
+            "accumulate": True,
+        }
+        return _name(self._plan(ops.EXPERT_LINEAR, args, num_rows, num_rows), self._compute)
 
     def _attentions(self, dtype: DType) -> Iterator[KernelChoice]:
         for phase, num_rows, num_seqs in (("decode", 8, 8), ("prefill", _MANY_ROWS, 1)):
@@ -114,11 +133,11 @@ class CardOnPaper:
         self._planner.flush()
         return calls
 
-    def _weight(self, kind: GgmlType) -> Weight:
-        part = HostTensor(kind, _WIDTH, _WIDTH, np.empty((0, 0), np.uint8))
-        parts, bias_offset, num_bytes = plan_weight([part], False)
+    def _weight(self, kind: GgmlType, num_parts: int = 1) -> Weight:
+        tensors = [HostTensor(kind, _WIDTH, _WIDTH, np.empty((0, 0), np.uint8))] * num_parts
+        parts, bias_offset, num_bytes = plan_weight(tensors, False)
         stored = CudaWeight(self._device.allocate(num_bytes), parts, bias_offset)
-        return Weight(_WIDTH, (_WIDTH,), num_bytes, stored)
+        return Weight(_WIDTH, (_WIDTH,) * num_parts, num_bytes, stored)
 
     def _floats(self, rows: int, columns: int) -> Buffer:
         memory = self._device.allocate(4 * rows * columns)
@@ -140,7 +159,12 @@ class CardOnPaper:
                 return "8-bit activations by dp4a: the type does not fit the one-row kernel of the tensor cores"
             case "linear_row" | "linear_rows":
                 return "8-bit activations on int8 tensor cores (7.5 and later)"
-            case "dense":
+            case "expert_row":
+                more = ": no int8 tensor cores before 7.5" if self._cc < BYTE_MMA else ", few rows"
+                return f"each row by the experts it chose, 8-bit activations{more}"
+            case "expert_rows":
+                return "rows sorted by expert, 8-bit activations on int8 tensor cores (7.5 and later)"
+            case "dense" | "expert_dense":
                 return "weights are floats as stored, sums in f32"
             case "attention_plain" if operand is DType.F32:
                 return "a cache of f32 is read without tensor cores"
