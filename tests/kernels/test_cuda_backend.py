@@ -402,6 +402,21 @@ def test_experts_of_few_and_many_rows(
     assert len(used) > 2 or rows <= 20
 
 
+def test_experts_of_which_one_matrix_is_float() -> None:
+    """Gate quantised and up float: kernels take both or none, so the quantised one is decoded at load, and says so."""
+    bench = _bench()
+    weight, both = _experts(bench, 3, GgmlType.Q8_0, GgmlType.F16, rows=20, cols=64)
+    x, chosen = bench.normal(5, 64), np.array([[0, 2], [1, 0], [2, 1], [0, 1], [2, 0]], np.int32)
+    out = bench.output(5, 40)
+    bench.step(5)
+    ops.expert_gated_linear(bench.backend, bench.floats(x), bench.ints(chosen), weight, out, "silu")
+    dots = np.einsum("epoi,ri->repo", both, x.astype(np.float64))[np.arange(5)[:, None], chosen]
+    wanted = op_oracle.gated(dots[:, :, 0], dots[:, :, 1], "silu").reshape(5, -1)
+    bench.assert_close("expert_gated_linear", bench.read(out), wanted)
+    explained = bench.backend.explain_weight(weight)  # type: ignore[attr-defined]
+    assert "20 rows Q8_0 decoded to F32: no kernel for gate and up of experts, of which one is float" in explained
+
+
 @pytest.mark.parametrize(("rows", "selected"), [(2, 1), (2, 2), (70, 2)])
 def test_one_and_two_experts(rows: int, selected: int) -> None:
     """Two equal parts are interleaved at load, whatever they are for: one expert's gate and up, or two experts."""

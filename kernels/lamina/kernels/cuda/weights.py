@@ -103,7 +103,8 @@ def _explain(part: Part) -> str:
     if isinstance(part, PackedPart):
         return f"{part.rows} rows {part.format.name} packed" + (", gate and up interleaved" if part.half else "")
     if part.stored_from is not part.type:
-        return f"{part.rows} rows {part.stored_from.name} decoded to {part.type.name}: no kernel for this type"
+        why = "gate and up of experts, of which one is float" if part.stored_from in PACKED_FORMATS else "this type"
+        return f"{part.rows} rows {part.stored_from.name} decoded to {part.type.name}: no kernel for {why}"
     return f"{part.rows} rows {part.type.name} as they are"
 
 
@@ -111,10 +112,11 @@ def plan_weight(tensors: Sequence[HostTensor], has_bias: bool) -> tuple[tuple[Pa
     """(parts, bias offset, bytes in all) of a stacked weight."""
     parts: list[Part] = []
     offset = first = 0
+    packs = not _alternates_with_float(tensors)
     for run in _runs(tensors):
         kind, rows, columns = run[0].type, sum(tensor.rows for tensor in run), run[0].cols
         part: Part
-        if kind in PACKED_FORMATS:
+        if kind in PACKED_FORMATS and packs:
             paired = len(run) == len(tensors) == 2 and run[0].rows == run[1].rows
             part = PackedPart(PACKED_FORMATS[kind], offset, first, rows, rows // 2 if paired else 0, columns)
         else:
@@ -152,6 +154,14 @@ def _runs(tensors: Sequence[HostTensor]) -> list[list[HostTensor]]:
         else:
             runs.append([tensor])
     return runs
+
+
+def _alternates_with_float(tensors: Sequence[HostTensor]) -> bool:
+    """Whether these are gate and up of experts, one of them quantised and the other not: kernels take both or none."""
+    first, second = tensors[0].type, tensors[-1].type
+    one_of_each = (first in PACKED_FORMATS) != (second in PACKED_FORMATS)
+    kinds = [tensor.type for tensor in tensors]
+    return one_of_each and len(kinds) > 2 and kinds == [first, second] * (len(kinds) // 2)
 
 
 def _row_chunks(num_rows: int, row_bytes: int, multiple: int) -> Iterator[tuple[int, int]]:
