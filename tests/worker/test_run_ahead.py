@@ -71,7 +71,7 @@ class Thread:
         fn()
 
     def advance(self, worker: Worker) -> None:
-        self.watched[worker] = worker.advance()
+        self.watched[worker] = worker.advance() is not None
 
     def work(self) -> bool:
         """A job, or a look; whether there was anything to do."""

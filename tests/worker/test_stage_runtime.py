@@ -45,9 +45,16 @@ class FakeStage:
 
     max_launched = 1
 
-    def launch(self, ready: ReadyStep, sampled: None, *, hands_over: bool) -> LaunchedStep:
+    def prepare(self, plan: StepPlan) -> StepPlan:
+        return plan
+
+    def launch(self, ready: ReadyStep, prepared: StepPlan | None, *, sampled: None, hands_over: bool) -> LaunchedStep:
+        assert prepared in (None, ready.plan)
         assert not hands_over
         return LaunchedStep(ready, Outcome(np.zeros(0), None), 0.0)  # type: ignore[arg-type]
+
+    def due_s(self, launched: LaunchedStep) -> float:
+        return 0.0
 
     def is_done(self, launched: LaunchedStep) -> bool:
         return True

@@ -87,11 +87,10 @@ def arena_layout(spec: ModelSpec, layers: LayerRange, settings: StageSettings) -
 
 
 def _staged_layout(spec: ModelSpec, layers: LayerRange, settings: StageSettings) -> list[ArenaBuffer]:
-    """What the host writes before every step. Block tables, the largest by far and mostly unused, come last."""
+    """What the host writes before every step: first what it knows last, last what is largest and mostly unused."""
     rows, seqs, width = settings.max_rows, settings.max_seqs, settings.max_blocks_per_seq
-    items = [("positions", rows, 1, "rows"), ("row_starts", seqs + 1, 1, "fixed")]
-    if layers.start == 0:
-        items.append(("tokens", rows, 1, "rows"))
+    items = [("tokens", rows, 1, "rows")] if layers.start == 0 else []
+    items += [("positions", rows, 1, "rows"), ("row_starts", seqs + 1, 1, "fixed")]
     if layers.stop == spec.num_layers:
         items.append(("logit_rows", settings.max_logit_rows, 1, "logit_rows"))
         items.append(("sampling", settings.max_logit_rows, NUM_SAMPLING_PARAMS, "logit_rows"))

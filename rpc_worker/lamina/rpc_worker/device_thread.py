@@ -10,6 +10,7 @@ import logging
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -25,8 +26,11 @@ _NAP_S = 20e-6  # between two looks at work that the device has not finished
 class Worker(Protocol):
     """Something whose work the thread does a little at a time."""
 
-    def advance(self) -> bool:
-        """Do what can be done now, never raising; whether the device still works on something launched."""
+    def advance(self) -> float | None:
+        """Do what can be done now, never raising.
+
+        When to look again at what the device works on, on the clock of time.perf_counter; None if at nothing.
+        """
 
 
 class DeviceThread:
@@ -43,7 +47,7 @@ class DeviceThread:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._reading: asyncio.Future[None] | None = None  # of the facts, while one is under way
-        self._watched: list[Worker] = []  # those with launched work; the thread's own
+        self._watched: dict[Worker, float] = {}  # those with launched work, and when to look; the thread's own
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def post(self, fn: Callable[[], Result], on_done: Callable[[Result | Exception], None]) -> None:
@@ -119,9 +123,10 @@ class DeviceThread:
         _wake_promptly()
         while True:
             try:
-                job = self._queue.get(timeout=_NAP_S if self._watched else None)
+                job = self._queue.get(timeout=self._patience())
             except queue.Empty:
-                for worker in tuple(self._watched):
+                now = time.perf_counter()
+                for worker in [worker for worker, due in self._watched.items() if due <= now]:
                     self._advance(worker)
                 continue
             if job is None:
@@ -134,12 +139,18 @@ class DeviceThread:
             failure = error
         self.tell_loop(lambda: self._end(failure))
 
+    def _patience(self) -> float | None:
+        """Until the next look at the device is due; short naps from then on."""
+        if not self._watched:
+            return None
+        return max(_NAP_S, min(self._watched.values()) - time.perf_counter())
+
     def _advance(self, worker: Worker) -> None:
-        has_launched = worker.advance()
-        if has_launched and worker not in self._watched:
-            self._watched.append(worker)
-        elif not has_launched and worker in self._watched:
-            self._watched.remove(worker)
+        due = worker.advance()
+        if due is not None:
+            self._watched[worker] = due
+        else:
+            self._watched.pop(worker, None)
 
     def _end(self, failure: Exception | None) -> None:
         if failure is None:

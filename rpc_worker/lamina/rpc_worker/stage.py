@@ -35,6 +35,10 @@ from lamina.spec.step import AddSequence, StepDone, StepPlan
 _log = logging.getLogger(__name__)
 
 
+_NEARLY = 0.9  # of the time that a step is expected to take nobody looks at the device
+_MAX_TIMED_ROWS = 1024  # steps of more count as of so many
+
+
 @dataclass(frozen=True, slots=True)
 class StageResult:
     """What a step left: the hidden state float32 [rows, H] for the next stage, or the last stage's answer."""
@@ -109,6 +113,7 @@ class Stage:
         self._tables = SequenceTables((), settings)
         self._sampler = Sampler(spec.vocab_size, grammars, lambda *rows: self._loaded_model().draw(*rows))
         self._memory = StageFacts()  # but for what changes with steps
+        self._seconds: dict[int, float] = {}  # that a step took last, by its rows
         self._num_steps = self._num_prefill_steps = 0
         self._busy_s = self._prefill_busy_s = self._last_end_s = 0.0
 
@@ -219,8 +224,17 @@ class Stage:
         """`launch` and `finish`, waiting in between."""
         return self.finish(self.launch(ready))
 
+    def prepare(self, plan: StepPlan) -> StepArrays:
+        """Do for the next step what needs no input: `launch` it with the result. Raises like `launch`."""
+        return self._loaded_model().stage(self._arrays(plan))
+
     def launch(
-        self, ready: ReadyStep, sampled: Buffer | None = None, *, hands_over: bool = False
+        self,
+        ready: ReadyStep,
+        prepared: StepArrays | None = None,
+        *,
+        sampled: Buffer | None = None,
+        hands_over: bool = False,
     ) -> LaunchedStep:
         """Begin a step. Raises InvalidPlan if the plan contradicts what came before, Unavailable without a cache.
 
@@ -231,7 +245,7 @@ class Stage:
         model, plan = self._loaded_model(), ready.plan
         if self._tracer is not None:
             self._tracer.begin_span("step", plan.step, rows=plan.num_rows, sequences=len(plan.slices))
-        shape = self._launch(ready, sampled)
+        shape = self._launch(ready, prepared, sampled)
         outcome = model.leave() if hands_over else model.collect(shape)
         if not model.is_last:
             return LaunchedStep(ready, outcome, start_s)
@@ -253,6 +267,14 @@ class Stage:
         left = np.zeros(plan.num_logit_rows) if model.is_last else np.full((plan.num_rows, self._spec.hidden), np.nan)
         self._sampler.refuse((piece.seq for piece in plan.slices), f"CapacityExceeded: {cause}")
         return LaunchedStep(ready, model.nothing(left), time.perf_counter(), needs_logits=model.is_last)
+
+    def due_s(self, launched: LaunchedStep) -> float:
+        """When the oldest launched step will nearly be done, if it takes as long as one of as many rows did last.
+
+        On the clock of time.perf_counter.
+        """
+        expected_s = self._seconds.get(min(launched.ready.plan.num_rows, _MAX_TIMED_ROWS), 0.0)
+        return max(launched.start_s, self._last_end_s) + _NEARLY * expected_s
 
     def is_done(self, launched: LaunchedStep) -> bool:
         """Whether `finish` need not wait for the device."""
@@ -304,13 +326,15 @@ class Stage:
         """Where the last stage leaves the tokens of a step, until the next is launched."""
         return self._loaded_model().tokens_buffer
 
-    def _launch(self, ready: ReadyStep, sampled: Buffer | None = None) -> StepShape:
-        model, plan = self._loaded_model(), ready.plan
-        self._tables.apply(plan)
-        for copy in plan.block_copies:
-            self._loaded_pool().copy_block(copy.group, copy.source, copy.target)
-        arrays = self._arrays(ready, sampled)
-        self._precision.launch(model, arrays)
+    def _launch(self, ready: ReadyStep, prepared: StepArrays | None = None, sampled: Buffer | None = None) -> StepShape:
+        arrays = replace(
+            prepared or self._arrays(ready.plan),
+            tokens=ready.tokens,
+            sampled=sampled,
+            hidden=ready.hidden,
+            handed=None if ready.handed is None else ready.handed.buffer,
+        )
+        self._precision.launch(self._loaded_model(), arrays)
         return arrays.shape
 
     def _loaded_model(self) -> StageModel:
@@ -350,6 +374,7 @@ class Stage:
         """A step that began then has ended. Time in which the step before it was still under way counts once."""
         end_s = time.perf_counter()
         busy_s = end_s - max(start_s, self._last_end_s)
+        self._seconds[min(plan.num_rows, _MAX_TIMED_ROWS)] = busy_s
         self._last_end_s = end_s
         self._busy_s += busy_s
         self._num_steps += 1
@@ -360,8 +385,12 @@ class Stage:
     def _publish_memory(self) -> None:
         self._memory = StageFacts(self.weight_bytes, self.arena_bytes, self.cache_bytes, self.block_bytes())
 
-    def _arrays(self, ready: ReadyStep, sampled: Buffer | None) -> StepArrays:
-        plan = ready.plan
+    def _arrays(self, plan: StepPlan) -> StepArrays:
+        """What a step reads beside its input; its sequences' tables follow the plan, blocks are copied."""
+        pool = self._loaded_pool()
+        self._tables.apply(plan)
+        for copy in plan.block_copies:
+            pool.copy_block(copy.group, copy.source, copy.target)
         place = self._tables.locate(plan)
         last_rows = place.row_starts[1:] - 1
         if plan.num_scored:
@@ -378,10 +407,6 @@ class Stage:
             place.slots,
             place.blocks,
             logit_rows,
-            tokens=ready.tokens,
-            sampled=sampled,
-            hidden=ready.hidden,
-            handed=None if ready.handed is None else ready.handed.buffer,
             sampling=self._sampling(plan),
         )
 

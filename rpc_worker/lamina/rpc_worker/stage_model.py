@@ -3,8 +3,8 @@
 Owned by the compute thread. It holds no sequence state: where tokens lie comes with each step's arrays.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 
@@ -38,6 +38,7 @@ class StepArrays:
     sampled: Buffer | None = None  # where that lies
     hidden: NDArray[np.float32] | None = None
     handed: Buffer | None = None  # instead of `hidden`, on this device
+    is_staged: bool = False  # all but tokens and hidden state has gone up already, see `StageModel.stage`
     sampling: NDArray[np.float32] | None = None  # [logit rows, SAMPLE_PARAMS]; None: argmax will do for all
 
     @property
@@ -80,21 +81,32 @@ class StageModel:
         self._caches = caches
         self._graphs = graphs
         self._scope = scope
-        self._slots = cycle([StepTransfers(backend, arena) for _ in range(MAX_LAUNCHED)])
+        # one more than may be launched: the next step is prepared meanwhile
+        self._slots = cycle([StepTransfers(backend, arena) for _ in range(MAX_LAUNCHED + 1)])
         self._slot = next(self._slots)
         self.is_first = layers.start == 0
         self.is_last = layers.stop == spec.num_layers
 
     def launch(self, step: StepArrays) -> None:
         """Launch one step; `collect`, or `hidden`, `best` and `logits` at once, fetch what it leaves."""
-        self._slot = next(self._slots)
-        self._slot.wait()
+        if not step.is_staged:
+            self._next_slot()
         self._upload(step)
         rerun = None
         if self._graphs.wants_trials:
             rerun = Rerun(lambda: self._upload(step), lambda: self._outputs(step.shape))
         draws = step.sampling is not None
         self._graphs.run(partial(self._forward, draws=draws), step.shape, rerun, variant="draws" if draws else None)
+
+    def stage(self, step: StepArrays) -> StepArrays:
+        """Send up what is known of the next step before its input is: `launch` the result, with that added."""
+        self._next_slot()
+        self._slot.upload_staged(self._staged_values(step))
+        return replace(step, is_staged=True)
+
+    def _next_slot(self) -> None:
+        self._slot = next(self._slots)
+        self._slot.wait()
 
     @property
     def hidden_buffer(self) -> Buffer:
@@ -176,17 +188,22 @@ class StageModel:
         self.launch(step)
         return self.logits(step.shape.num_logit_rows) if self.is_last else self.hidden(step.shape.num_rows)
 
-    def _upload(self, step: StepArrays) -> None:
+    def _staged_values(self, step: StepArrays) -> dict[str, NDArray[np.generic]]:
         staged: dict[str, NDArray[np.generic]] = {"positions": step.positions, "row_starts": step.row_starts}
-        if step.tokens is not None:
-            staged["tokens"] = np.maximum(step.tokens, 0)
         if self.is_last:
             staged["logit_rows"] = step.logit_rows
         if step.sampling is not None:
             staged["sampling"] = step.sampling
         for group, (slots, blocks) in enumerate(zip(step.slots, step.blocks, strict=True)):
             staged[f"slots.{group}"], staged[f"blocks.{group}"] = slots, blocks
-        self._slot.upload_staged(staged)
+        return staged
+
+    def _upload(self, step: StepArrays) -> None:
+        staged = {} if step.is_staged else self._staged_values(step)
+        if step.tokens is not None and not (step.is_staged and step.tokens.max() < 0):
+            staged["tokens"] = np.maximum(step.tokens, 0)
+        if staged:
+            self._slot.upload_staged(staged)
         if step.hidden is not None:
             self._slot.upload(self._arena["hidden"], "hidden", step.hidden)
         if step.handed is not None:
@@ -197,12 +214,11 @@ class StageModel:
     def _feed_sampled(self, tokens: Ints, sampled: Buffer) -> None:
         """Copy tokens that only the device knows to where the step reads them, a run of rows at a time."""
         target = self._arena["tokens"]
-        rows = np.flatnonzero(tokens < 0)
-        sources = -1 - tokens[rows]
-        ends = np.flatnonzero((np.diff(rows) != 1) | (np.diff(sources) != 1)) + 1
-        for run, run_sources in zip(np.split(rows, ends), np.split(sources, ends), strict=True):
-            count, row, source = len(run), int(run[0]), int(run_sources[0])
-            self._backend.copy(sampled.rows(source, source + count), target.rows(row, row + count), count)
+        for row, source, count in _runs(tokens.tolist()):
+            if row == source == 0:  # most steps: the same sequences in the same order
+                self._backend.copy(sampled, target, count)
+            else:
+                self._backend.copy(sampled.rows(source, source + count), target.rows(row, row + count), count)
 
     def _outputs(self, shape: StepShape) -> list[NDArray[np.generic]]:
         """All that a step leaves for others, for comparison."""
@@ -330,3 +346,15 @@ class StageModel:
 def _first_columns(buffer: Buffer, count: int) -> Buffer:
     """The buffer itself where it has no more: a single column is a vector, which has no views."""
     return buffer if buffer.num_columns == count else buffer.columns(0, count)
+
+
+def _runs(tokens: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(first row, its source, rows) of every run of tokens -1 - source that count up together."""
+    row = 0
+    while row < len(tokens):
+        start, source = row, -1 - tokens[row]
+        row += 1
+        if source >= 0:
+            while row < len(tokens) and -1 - tokens[row] == source + row - start:
+                row += 1
+            yield start, source, row - start

@@ -155,6 +155,11 @@ class StepQueue:
         return edits
 
     @_locked
+    def peek_plan(self) -> StepPlan | None:
+        """The plan of the next step, whether or not its input is complete; None while there are edits to pop."""
+        return None if self._edits else self._plans.get(self._next)
+
+    @_locked
     def pop_ready(self, on_device: OnDevice | None = None) -> ReadyStep | None:
         """The next step if it is complete, else None; None as well while there are edits to pop.
 

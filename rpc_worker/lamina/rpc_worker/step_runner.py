@@ -14,6 +14,7 @@ from functools import partial
 from lamina.kernels.buffer import Buffer
 from lamina.rpc_worker.device_thread import DeviceThread
 from lamina.rpc_worker.stage import LaunchedStep, Stage, StageResult
+from lamina.rpc_worker.stage_model import StepArrays
 from lamina.rpc_worker.step_queue import DeviceHidden, Hidden, OnDevice, ReadyStep, StepQueue
 from lamina.spec.errors import CapacityExceeded, LaminaError, StaleEpoch
 from lamina.spec.step import AddSequence, StepDone, StepPlan
@@ -43,6 +44,7 @@ class StepRunner:
         self._on_outcome = on_outcome
         self._on_edge_lost = on_edge_lost
         self._launched: deque[LaunchedStep] = deque()
+        self._prepared: StepArrays | None = None  # of the next step
         self._failure: Exception | None = None
         self._stopped = False
         self._ended = False
@@ -94,19 +96,20 @@ class StepRunner:
 
     # -- on the compute thread
 
-    def advance(self) -> bool:
+    def advance(self) -> float | None:
         """Launch the next step if there is one and room for it, finish the oldest if the device is done with it.
 
-        A step at a time, so that others who share the thread have their turn. Whether launched work is left.
+        A step at a time, so that others who share the thread have their turn. When to look at what is launched.
         """
         has_begun = self._begin()
         has_ended = self._end()
         if has_begun or has_ended:
             self.wake()
-        return bool(self._launched)
+        return self._stage.due_s(self._launched[0]) if self._launched else None
 
     def _close(self) -> None:
         self._launched.clear()
+        self._prepared = None
         self._is_handed = False
         self._stage.reset_sequences()
 
@@ -126,17 +129,25 @@ class StepRunner:
             feeder = self._feeder if self._shares_device_with(self._feeder) else None
             ready = self._queue.pop_ready(feeder._sampled() if feeder else None)
             if ready is None:
+                self._prepare()
                 return False
             self._launch(ready, feeder._stage.tokens_buffer if feeder else None)
         except Exception as error:  # told once the steps before it are
             self._failure = error
         return True
 
+    def _prepare(self) -> None:
+        """While the next step's input is on its way, do what needs none."""
+        plan = None if self._prepared else self._queue.peek_plan()
+        if plan is not None:
+            self._prepared = self._stage.prepare(plan)
+
     def _launch(self, ready: ReadyStep, sampled: Buffer | None) -> None:
         neighbour = self._neighbour if self._shares_device_with(self._neighbour) else None
         hands_over = neighbour is not None and not self._stage.is_last
+        prepared, self._prepared = self._prepared, None
         try:
-            launched = self._stage.launch(ready, sampled, hands_over=hands_over)
+            launched = self._stage.launch(ready, prepared, sampled=sampled, hands_over=hands_over)
         except CapacityExceeded as error:
             launched, hands_over = self._stage.refuse(ready, error), False
         self._launched.append(launched)
