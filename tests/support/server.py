@@ -34,6 +34,14 @@ class Cluster:
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
 
+    def lines(self, path: str, body: object) -> Iterator[str]:
+        """The lines of the answer to a POST as they come, without their ends."""
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as response:
+            for line in response:
+                yield line.decode().rstrip("\n")
+
     def text(self, path: str) -> str:
         """The body of a GET."""
         with urllib.request.urlopen(self.url + path, timeout=60) as response:

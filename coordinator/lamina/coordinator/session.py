@@ -143,12 +143,25 @@ async def open_session(
     settings: SessionSettings,
     on_planned: Callable[[tuple[StagePlan, ...]], None],
     report: Report,
+    *,
+    keeps_requests: bool = False,
+    suspended: Engine | None = None,
 ) -> AsyncIterator[Session]:
-    """Bring the model up; on leaving, however that happens, its stages are unloaded and connections closed."""
+    """Bring the model up; on leaving, however that happens, its stages are unloaded and connections closed.
+
+    With `keeps_requests` a lost pipeline leaves the engine suspended and the other stages loaded: given as `suspended`
+    to the next session, it goes on in the placement's next epoch.
+    """
     async with _dialled(settings) as clients:
-        stages, pipeline = await _bring_up(model, settings, clients, on_planned, report)
-        engine = Engine(Scheduler(_scheduler_config(settings, stages, pipeline), pipeline.placement.epoch), pipeline)
-        engine.start()
+        before = suspended.placement if suspended is not None else None
+        stages, pipeline = await _bring_up(model, settings, clients, on_planned, report, before)
+        config = _scheduler_config(settings, stages, pipeline)
+        if suspended is not None and suspended.is_suspended:
+            engine = suspended
+            engine.resume(pipeline, config)
+        else:
+            engine = Engine(Scheduler(config, pipeline.placement.epoch), pipeline, keeps_requests=keeps_requests)
+            engine.start()
         try:
             yield Session(model, stages, engine, pipeline, tuple(clients))
         finally:
@@ -186,12 +199,14 @@ async def _bring_up(
     clients: Sequence[WorkerClient],
     on_planned: Callable[[tuple[StagePlan, ...]], None],
     report: Report,
+    before: Placement | None = None,
 ) -> tuple[tuple[StagePlan, ...], Pipeline]:
+    """Plan and load; after `before` its next epoch, so that workers adopt what they still hold of it."""
     stages = choose_split(model, settings, clients)
     on_planned(stages)
     placement = Placement(
-        PlacementId(uuid.uuid4().hex[:12]),
-        Epoch(1),
+        before.id if before is not None else PlacementId(uuid.uuid4().hex[:12]),
+        Epoch(before.epoch + 1 if before is not None else 1),
         model.spec.num_layers,
         tuple(StageSpec(i, stage.device.id, stage.layers) for i, stage in enumerate(stages)),
     )

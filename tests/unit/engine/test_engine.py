@@ -1,14 +1,17 @@
 """The engine's loop over a pipeline that a test answers by hand: what its streams say, and when they end."""
 
 import asyncio
-from typing import cast
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
 
 import pytest
 
 from lamina.coordinator.cluster.pipeline import Pipeline
 from lamina.coordinator.engine.engine import Engine
 from lamina.coordinator.engine.scheduler import Scheduler
-from lamina.spec.errors import Unavailable
+from lamina.spec.errors import InvalidPlan, LaminaError, Unavailable, WorkerLost
+from lamina.spec.ids import Epoch, PlacementId
+from lamina.spec.placement import Placement
 from lamina.spec.step import AddSequence, RemoveSequence, SampledToken, StepDone, StepPlan
 from support.sim_engine import BASE, request
 
@@ -18,16 +21,18 @@ DEADLINE_S = 5.0
 class HandPipeline:
     """Answers what `answer` is told to."""
 
-    def __init__(self) -> None:
-        self.answers: asyncio.Queue[StepDone] = asyncio.Queue()
+    def __init__(self, epoch: int = 0) -> None:
+        self.placement = Placement(PlacementId("p"), Epoch(epoch), 0, ())
+        self.answers: asyncio.Queue[StepDone | LaminaError] = asyncio.Queue()
         self.plans: list[StepPlan] = []
-        self.is_closed = False
+        self.adds: list[AddSequence] = []
+        self.is_closed = self.was_unloaded = False
 
     def issue(self, plan: StepPlan) -> None:
         self.plans.append(plan)
 
     def add_sequence(self, add: AddSequence) -> None:
-        pass
+        self.adds.append(add)
 
     def remove_sequence(self, remove: RemoveSequence) -> None:
         pass
@@ -38,10 +43,121 @@ class HandPipeline:
         self.answers.put_nowait(StepDone(plan.epoch, plan.step, tokens))
 
     async def next_done(self) -> StepDone:
-        return await self.answers.get()
+        answer = await self.answers.get()
+        if isinstance(answer, LaminaError):
+            raise answer
+        return answer
 
     async def close(self, *, unload: bool) -> None:
-        self.is_closed = True
+        self.is_closed, self.was_unloaded = True, unload
+
+
+LOSS = WorkerLost("w1 is gone")
+
+
+class Suspended:
+    """An engine with one stream of prompt 1-4 that got token 7, its pipeline lost and closed."""
+
+    def __init__(self) -> None:
+        self.first = HandPipeline()
+        self.engine = Engine(Scheduler(BASE), cast(Pipeline, self.first), keeps_requests=True)
+
+    async def lose(self) -> "Suspended":
+        self.engine.start()
+        self.stream = self.engine.submit(request(range(1, 5), 8))
+        self.first.answer(7)
+        assert (await anext(self.stream)).token == 7
+        self.first.answers.put_nowait(LOSS)
+        assert await self.engine.wait_for_failure() is LOSS
+        await self.engine.close()
+        return self
+
+    def resume(self, epoch: int = 1) -> HandPipeline:
+        pipeline = HandPipeline(epoch)
+        self.engine.resume(cast(Pipeline, pipeline), BASE)
+        return pipeline
+
+
+def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await scene()
+
+    asyncio.run(bounded())
+
+
+def test_a_stream_goes_on_over_another_pipeline() -> None:
+    """C-18: what was generated is computed again in the next epoch, and not said twice."""
+
+    async def scene() -> None:
+        lost = await Suspended().lose()
+        assert lost.engine.is_suspended
+        assert not lost.first.was_unloaded  # the stages that are left are adopted by the next epoch
+        with pytest.raises(WorkerLost, match="w1"):
+            lost.engine.submit(request(range(1, 5)))
+        second = lost.resume()
+        assert lost.engine.failure is None
+        (add,) = second.adds
+        assert (add.history_ids, add.num_generated) == ((1, 2, 3, 4, 7), 1)
+        assert (second.plans[0].epoch, second.plans[0].slices[0].num_tokens) == (1, 5)
+        second.answer(8)
+        assert (await anext(lost.stream)).token == 8
+        await lost.engine.close()
+        assert second.was_unloaded
+
+    run(scene)
+
+
+def test_a_client_that_goes_while_the_engine_is_suspended_is_forgotten() -> None:
+    async def scene() -> None:
+        lost = await Suspended().lose()
+        lost.stream.close()
+        assert not lost.resume().plans
+
+    run(scene)
+
+
+def test_waiting_ends() -> None:
+    async def scene() -> None:
+        lost = await Suspended().lose()
+        waiting = asyncio.create_task(anext(lost.stream))
+        await asyncio.sleep(0)
+        lost.engine.abandon(WorkerLost("not back in time"))
+        with pytest.raises(WorkerLost, match="not back in time"):
+            await waiting
+        with pytest.raises(RuntimeError, match="not suspended"):
+            lost.resume()
+
+    run(scene)
+
+
+def test_a_request_that_loses_every_pipeline_is_given_up() -> None:
+    async def scene() -> None:
+        lost = await Suspended().lose()
+        for epoch in range(1, 4):
+            pipeline = lost.resume(epoch)
+            pipeline.answers.put_nowait(LOSS)
+            await lost.engine.wait_for_failure()
+            await lost.engine.close()
+        assert not lost.resume(4).plans
+        with pytest.raises(WorkerLost, match="given up after 4 losses"):
+            await anext(lost.stream)
+
+    run(scene)
+
+
+def test_what_no_waiting_cures_ends_the_streams() -> None:
+    async def scene() -> None:
+        pipeline = HandPipeline()
+        engine = Engine(Scheduler(BASE), cast(Pipeline, pipeline), keeps_requests=True)
+        engine.start()
+        stream = engine.submit(request(range(1, 5), 8))
+        pipeline.answers.put_nowait(InvalidPlan("a defect"))
+        with pytest.raises(InvalidPlan):
+            await anext(stream)
+        assert not engine.is_suspended
+
+    run(scene)
 
 
 def test_closing_ends_the_streams_that_still_wait() -> None:

@@ -24,19 +24,18 @@ from lamina.coordinator.cli.progress import LoadBars, idle_line, split_table
 from lamina.coordinator.cli.serve_settings import ServeSettings
 from lamina.coordinator.cluster.client import LoadProgress, StageLoaded
 from lamina.coordinator.cluster.membership import HEARTBEAT_S, JoinServer
+from lamina.coordinator.engine.engine import CURABLE, Engine
 from lamina.coordinator.model_file import ModelFile
 from lamina.coordinator.planner.memory import StagePlan
 from lamina.coordinator.session import Report, Session, SessionSettings, addresses_of, open_session
 from lamina.coordinator.telemetry.cluster_watch import idle_workers
 from lamina.coordinator.telemetry.metrics import Metrics
-from lamina.spec.errors import LaminaError, StaleEpoch, Unavailable, WorkerLost, WorkerUnreachable
+from lamina.spec.errors import LaminaError, Unavailable, WorkerLost
 from lamina.spec.ids import WorkerName
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 2.0
 _DRAIN_POLL_S = 0.05
-# What waiting may cure: a worker that is not up yet, or is busy with another coordinator that is going.
-_CURABLE = (WorkerUnreachable, WorkerLost, Unavailable, StaleEpoch)
 # Templates are rendered in threads; they must not hold the interpreter for the default 5 ms while tokens wait.
 _SWITCH_INTERVAL_S = 0.0005
 
@@ -53,7 +52,7 @@ async def serve(model: ModelFile, session: SessionSettings, settings: ServeSetti
     bound = bind(settings.listen)
     server = HttpServer(create_app(service, settings.api), bound)
     console = Console(stderr=True, width=None if is_interactive() else 110)
-    keeper = _Keeper(model, session, service, console)
+    keeper = _Keeper(model, session, service, console, settings.recover_s)
     joins = None if addresses_of(session) else await JoinServer.start(settings.join_listen)
     for line in announcement(settings.model_name, address_of(bound), joins.address if joins else None):
         console.print(line, highlight=False, soft_wrap=True)
@@ -80,10 +79,15 @@ async def serve(model: ModelFile, session: SessionSettings, settings: ServeSetti
 
 
 class _Keeper:
-    """Keeps a session up: opens it, waits for its end, opens it again."""
+    """Keeps a session up: opens it, waits for its end, opens it again; open requests wait for that, up to recover_s."""
 
     def __init__(
-        self, model: ModelFile, settings: SessionSettings, service: InferenceService, console: Console
+        self,
+        model: ModelFile,
+        settings: SessionSettings,
+        service: InferenceService,
+        console: Console,
+        recover_s: float,
     ) -> None:
         self._model = model
         self._settings = settings
@@ -92,9 +96,20 @@ class _Keeper:
         self._progress: dict[int, StageProgress] = {}
         self._has_served = False
         self._ended_by: LaminaError | None = None  # the last session
+        self._recover_s = recover_s
+        self._suspended: Engine | None = None
+        self._giving_up: asyncio.Task[None] | None = None
 
     async def keep(self, joins: JoinServer | None, num_workers: int) -> None:
         """For ever. Raises what waiting cannot cure, if the model has never been up."""
+        try:
+            await self._keep(joins, num_workers)
+        finally:
+            self._stop_giving_up()
+            if self._suspended is not None:
+                self._suspended.abandon(Unavailable("the server is shutting down"))
+
+    async def _keep(self, joins: JoinServer | None, num_workers: int) -> None:
         while True:
             settings = self._settings
             if joins is not None:
@@ -104,7 +119,7 @@ class _Keeper:
             try:
                 await self._serve_once(settings, joins)
             except LaminaError as error:
-                if not self._has_served and not isinstance(error, _CURABLE):
+                if not self._has_served and not isinstance(error, CURABLE):
                     raise
                 _log.warning("%s; trying again every %g s", error, _RETRY_S)
                 self._ended_by = self._ended_by or error
@@ -117,14 +132,40 @@ class _Keeper:
         self._progress = {}
         async with AsyncExitStack() as stack:
             with LoadBars(self._console, quiet=False, interactive=is_interactive()) as show:
-                opening = open_session(self._model, settings, self._show_split, self._report_to(show))
-                session = await stack.enter_async_context(opening)
+                session = await stack.enter_async_context(
+                    open_session(
+                        self._model,
+                        settings,
+                        self._show_split,
+                        self._report_to(show),
+                        keeps_requests=self._recover_s > 0,
+                        suspended=self._suspended,
+                    )
+                )
+            self._stop_giving_up()
+            self._suspended = None
             await self._take_over(session)
             watching = asyncio.create_task(self._watch_idle(session, joins))
             try:
-                raise await session.engine.wait_for_failure()
+                error = await session.engine.wait_for_failure()
+                if session.engine.is_suspended:
+                    self._suspended = session.engine
+                    self._giving_up = asyncio.create_task(self._give_up_later(session.engine, error))
+                raise error
             finally:
                 watching.cancel()
+
+    async def _give_up_later(self, engine: Engine, error: LaminaError) -> None:
+        if self._service.num_active:
+            open_ = self._service.num_active
+            _log.warning("%d open request(s) wait up to %g s for the model to be back", open_, self._recover_s)
+        await asyncio.sleep(self._recover_s)
+        engine.abandon(WorkerLost(f"{error}; the model was not back within {self._recover_s:g} s"))
+
+    def _stop_giving_up(self) -> None:
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
 
     async def _take_over(self, session: Session) -> None:
         if self._has_served and self._ended_by is not None:

@@ -18,6 +18,7 @@ class ServeSettings:
     join_listen: Address
     num_workers: int  # that must have joined before the model is split over them
     drain_s: float
+    recover_s: float  # that open requests wait when a worker is lost
 
     def __post_init__(self) -> None:
         if not self.listen.is_loopback and not self.api.api_key and not self.insecure:

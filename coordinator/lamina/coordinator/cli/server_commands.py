@@ -77,6 +77,10 @@ def serve(
     drain_s: Annotated[
         float, typer.Option(help="Seconds that running requests get at the end.", envvar="LAMINA_DRAIN_S", min=0)
     ] = 30.0,
+    recover_s: Annotated[
+        float,
+        typer.Option(help="Seconds that open requests wait for a lost worker.", envvar="LAMINA_RECOVER_S", min=0),
+    ] = 60.0,
     log_level: Annotated[str, options.one_of(_LOG_LEVELS, "One of ", "LAMINA_LOG_LEVEL")] = "info",
     config: Config = None,
 ) -> None:
@@ -104,6 +108,7 @@ def serve(
         join_listen=parse_address(join_listen, allow_zero=True),
         num_workers=num_workers,
         drain_s=drain_s,
+        recover_s=recover_s,
     )
     asyncio.run(run_server(opened, session, settings))
 

@@ -1,5 +1,8 @@
 """Drives the scheduler over a pipeline: requests in, token streams out. The only part of the engine that does IO.
 
+A pipeline may be lost and another come in its place: an engine that `keeps_requests` is suspended meanwhile, its
+streams stay open, and `resume` has their sequences computed again from their token ids.
+
 Owned by the coordinator's event loop, which alone touches the scheduler. It wakes up for two things: a request (or its
 cancellation), and a step's answer.
 """
@@ -10,20 +13,34 @@ from collections import deque
 from collections.abc import Callable
 
 from lamina.coordinator.cluster.pipeline import Pipeline
+from lamina.coordinator.engine.policy import SchedulerConfig
 from lamina.coordinator.engine.scheduler import Scheduler
 from lamina.coordinator.engine.sequence import RequestId, RequestRecord, SequenceRequest, TokenEvent
-from lamina.spec.errors import LaminaError, Unavailable, WorkerLost
+from lamina.spec.errors import LaminaError, StaleEpoch, Unavailable, WorkerLost, WorkerUnreachable
+from lamina.spec.placement import Placement
 
 Clock = Callable[[], float]
+# What waiting may cure: a worker that is gone or not up yet, or is busy with another coordinator that is going.
+CURABLE = (WorkerUnreachable, WorkerLost, Unavailable, StaleEpoch)
+_MAX_LOSSES = 3  # that a request lives through: it might be what brings the workers down
 
 
 class Engine:
     """One placement's inner loop. `start` it, `submit` requests, `close` it."""
 
-    def __init__(self, scheduler: Scheduler, pipeline: Pipeline, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pipeline: Pipeline,
+        clock: Clock = time.monotonic,
+        *,
+        keeps_requests: bool = False,
+    ) -> None:
         self.scheduler = scheduler
+        self.is_suspended = False  # the pipeline was lost, and open requests wait for another
         self._pipeline = pipeline
         self._clock = clock
+        self._keeps_requests = keeps_requests
         self._streams: dict[RequestId, TokenStream] = {}
         self._failure: LaminaError | None = None
         self._ended: asyncio.Future[LaminaError] = asyncio.get_running_loop().create_future()
@@ -32,6 +49,11 @@ class Engine:
     def start(self) -> None:
         """Begin to absorb answers."""
         self._task = asyncio.create_task(self._absorb_forever())
+
+    @property
+    def placement(self) -> Placement:
+        """The present one, or the last."""
+        return self._pipeline.placement
 
     @property
     def failure(self) -> LaminaError | None:
@@ -57,18 +79,47 @@ class Engine:
 
     def _end_stream(self, id_: RequestId, finished: bool) -> None:
         del self._streams[id_]
-        if not finished and self._failure is None:
+        if not finished:
             self.scheduler.cancel(id_)
-            self._issue()
+            if self._failure is None:
+                self._issue()
+
+    def resume(self, pipeline: Pipeline, config: SchedulerConfig) -> None:
+        """Go on over another pipeline of a later epoch, if suspended. Requests that no longer fit end with an error."""
+        if not self.is_suspended:
+            raise RuntimeError("the engine is not suspended")
+        lost = self._failure
+        self._pipeline, self._failure, self.is_suspended = pipeline, None, False
+        self._ended = asyncio.get_running_loop().create_future()
+        for id_, stream in self._streams.items():
+            stream.num_losses += 1
+            if stream.num_losses > _MAX_LOSSES:
+                stream.put(WorkerLost(f"given up after {stream.num_losses} losses of the pipeline, the last: {lost}"))
+                self.scheduler.cancel(id_)
+        for event in self.scheduler.restart(pipeline.placement.epoch, config):
+            self._hand_out(event)
+        self.start()
+        self._issue()
+
+    def abandon(self, error: LaminaError) -> None:
+        """Wait for no other pipeline: fail what is suspended."""
+        if self.is_suspended:
+            self.is_suspended = False
+            for stream in self._streams.values():
+                stream.put(error)
 
     async def close(self, *, unload: bool = True) -> None:
-        """Stop, fail what still waits for tokens, end the step streams, and free the stages if asked."""
+        """Stop, fail what still waits for tokens, end the step streams, and free the stages if asked.
+
+        While suspended, requests wait on and the stages that are left stay loaded, for whoever calls `resume`.
+        """
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         if self._failure is None:
+            self._keeps_requests = False
             self._fail(Unavailable("the server is shutting down"))
-        await self._pipeline.close(unload=unload)
+        await self._pipeline.close(unload=unload and not self.is_suspended)
 
     def _issue(self) -> None:
         """Send everything that may be sent now."""
@@ -84,19 +135,26 @@ class Engine:
             while True:
                 done = await self._pipeline.next_done()
                 for event in self.scheduler.absorb(done, self._clock()):
-                    stream = self._streams.get(event.request_id)
-                    if stream is not None:
-                        stream.put(event)
+                    self._hand_out(event)
                 self._issue()
         except LaminaError as error:
             self._fail(error)
         except Exception as error:
+            self._keeps_requests = False
             self._fail(WorkerLost(f"the engine stopped: {type(error).__name__}: {error}"))
             raise
+
+    def _hand_out(self, event: TokenEvent) -> None:
+        stream = self._streams.get(event.request_id)
+        if stream is not None:
+            stream.put(event)
 
     def _fail(self, error: LaminaError) -> None:
         self._failure = error
         self._ended.set_result(error)
+        self.is_suspended = self._keeps_requests and isinstance(error, CURABLE)
+        if self.is_suspended:
+            return
         for stream in self._streams.values():
             stream.put(error)
 
@@ -106,6 +164,7 @@ class TokenStream:
 
     def __init__(self, record: RequestRecord, on_end: Callable[[RequestId, bool], None]) -> None:
         self.record = record
+        self.num_losses = 0  # of the pipeline, while this was open
         self._on_end: Callable[[RequestId, bool], None] | None = on_end
         # A deque and one waiter: a queue that anybody might wait on or be bounded costs twice as much per token.
         self._events: deque[TokenEvent | LaminaError] = deque()

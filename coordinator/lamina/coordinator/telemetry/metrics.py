@@ -65,7 +65,8 @@ class Metrics:
         self._ends: dict[str, int] = {}
         self._replans: dict[str, int] = {}
         self._scheduler: Scheduler | None = None
-        self._kept = (0, 0, 0)  # preemptions, prefix queries and hits of schedulers that are gone
+        self._kept = (0, 0, 0)  # preemptions, prefix queries and hits seen before the present scheduler was watched
+        self._start = (0, 0, 0)  # what it had counted then: one that was suspended is watched again
         self._more: list[MoreMetrics] = []
         self._rate_samples: deque[tuple[float, int]] = deque()
 
@@ -75,6 +76,7 @@ class Metrics:
         """Read this scheduler from now on; counters go on from those of the one before."""
         self._kept = self._totals()
         self._scheduler = scheduler
+        self._start = _counts_of(scheduler) if scheduler is not None else (0, 0, 0)
 
     def add_source(self, source: MoreMetrics) -> None:
         """Further metrics, read when scraped."""
@@ -181,6 +183,12 @@ class Metrics:
         scheduler = self._scheduler
         if scheduler is None:
             return self._kept
-        now = (scheduler.num_preemptions, scheduler.num_prefix_queries, scheduler.num_prefix_hits)
-        preemptions, queries, hits = (kept + value for kept, value in zip(self._kept, now, strict=True))
+        now = _counts_of(scheduler)
+        preemptions, queries, hits = (
+            kept + value - start for kept, value, start in zip(self._kept, now, self._start, strict=True)
+        )
         return preemptions, queries, hits
+
+
+def _counts_of(scheduler: Scheduler) -> tuple[int, int, int]:
+    return scheduler.num_preemptions, scheduler.num_prefix_queries, scheduler.num_prefix_hits

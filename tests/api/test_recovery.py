@@ -1,0 +1,103 @@
+"""A worker dies while answers are under way: the streams stay open and go on, for as long as the operator allows."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from support.cluster import WorkerProcess
+from support.models import smollm2_path
+from support.server import Cluster, running_cluster
+
+pytestmark = pytest.mark.e2e
+
+OPTIONS = ["--context", "1K", "--parallel", "2", "--ping-s", "0.5"]
+BODY = {"prompt": "The sea is", "max_tokens": 200, "ignore_eos": True, "temperature": 0.8, "seed": 5, "stream": True}
+
+
+class Stream:
+    """A streamed completion, read on a thread."""
+
+    def __init__(self, cluster: Cluster, **changes: object) -> None:
+        self.text = ""
+        self.num_pings = 0
+        self.error: dict[str, Any] | None = None
+        self.has_ended = False
+        self._thread = threading.Thread(target=self._read, args=(cluster, {**BODY, **changes}))
+        self._thread.start()
+
+    def _read(self, cluster: Cluster, body: dict[str, object]) -> None:
+        for line in cluster.lines("/v1/completions", body):
+            self.num_pings += line.startswith(":")
+            data = line.removeprefix("data: ")
+            if data == "[DONE]":
+                self.has_ended = True
+            elif data != line:
+                event = json.loads(data)
+                self.error = event.get("error")
+                self.text += "".join(choice["text"] for choice in event.get("choices", ()))
+
+    def wait_for_text(self) -> None:
+        end = time.monotonic() + 30
+        while not self.text:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    def join(self) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def returned(lost: WorkerProcess) -> Iterator[None]:
+    """The worker again, where it was."""
+    again = WorkerProcess("w1", "--listen", lost.address)
+    try:
+        again.wait_until_ready()
+        yield
+    finally:
+        again.stop()
+
+
+def test_streams_outlive_a_lost_worker() -> None:
+    """C-18: the text is the one that an undisturbed run gives, a grammar goes on, pings keep the connection alive."""
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "array", "items": {"type": "integer"}}}}
+    schema: dict[str, object] = {"response_format": form, "max_tokens": 150, "ignore_eos": False}
+    with running_cluster(smollm2_path(), extra=OPTIONS) as cluster:
+        whole = Stream(cluster)
+        whole.join()
+        streams = [Stream(cluster), Stream(cluster, **schema)]
+        for stream in streams:
+            stream.wait_for_text()
+        lost = cluster.workers[1]
+        lost.kill()
+        cluster.server.wait_for(r"2 open request\(s\) wait up to 60 s")
+        assert cluster.request("/v1/completions", {"prompt": "x"})[0] == 503
+        time.sleep(1.2)
+        with returned(lost):
+            for stream in streams:
+                stream.join()
+            assert [(stream.error, stream.has_ended) for stream in streams] == [(None, True)] * 2
+            assert streams[0].text == whole.text
+            assert streams[1].text.startswith("[")
+            assert streams[0].num_pings > 0
+            cluster.wait_until_ready()
+            assert cluster.request("/admin/cluster")[1]["epoch"] == 2
+            assert 'lamina_replans_total{reason="worker_lost"} 1.0' in cluster.text("/metrics")
+        cluster.workers[0].wait_for(r"stage \S+#0 adopts layers")  # it was not read from the disk again
+
+
+def test_waiting_is_bounded() -> None:
+    with running_cluster(smollm2_path(), extra=[*OPTIONS, "--recover-s", "1"]) as cluster:
+        stream = Stream(cluster, max_tokens=900)
+        stream.wait_for_text()
+        cluster.workers[1].kill()
+        stream.join()
+        assert stream.error is not None
+        assert stream.error["code"] == "worker_lost"
+        assert "not back within 1 s" in stream.error["message"]
+        assert not stream.has_ended
