@@ -204,7 +204,7 @@ DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* 
     const int busy_warps = min(FEW_WARPS, share.end - share.begin);
     Keys keys;
     if (warp < busy_warps) keys.load(p, first_block, head, lane);
-    queries.load(p, share.first_row, share.first_query, count, head, threadIdx.x, blockDim.x);
+    queries.load<1>(p, share.first_row, share.first_query, count, head, threadIdx.x, blockDim.x);
     __syncthreads();
     if (warp < busy_warps) {
         Tile tile;

@@ -124,7 +124,7 @@ attend_many(const Attention p, const Activations to) {
     copy_async_commit();
     // each warp's own queries, where the second stage will be and beyond
     Queries& mine = reinterpret_cast<Queries*>(memory + STAGE_BYTES)[warp];
-    mine.load(p, first_row, first_query, max(0, min(16, queries - first_query)), head, lane, 32);
+    mine.load<4>(p, first_row, first_query, max(0, min(16, queries - first_query)), head, lane, 32);
     __syncthreads();
     tile.load(mine, lane);
     __syncthreads();

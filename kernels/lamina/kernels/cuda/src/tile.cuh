@@ -63,23 +63,21 @@ struct Fragment<KV_Q8> {
 struct Queries {
     uint4 eights[16][KEY_WIDTH / 8 + 1];
 
-    // `count` queries from first_query on of KV head `head`; each of num_threads threads does its share. Little code,
-    // since decoding runs it once.
+    // `count` queries from first_query on of KV head `head`; each of num_threads threads does its share, UNROLL quads of
+    // a query at a time. Those beyond `count` stay as they are: nobody looks at what comes of them.
+    template <int UNROLL>
     DEVICE void load(const Attention& p, int first_row, int first_query, int count, int head, int thread,
                      int num_threads) {
-        constexpr int PAIRS = KEY_WIDTH / 2;
-#pragma unroll 1
-        for (int at = thread; at < 16 * PAIRS; at += num_threads) {
-            const int local = at / PAIRS, d = at % PAIRS * 2, m = first_query + local;
+        constexpr int QUADS = KEY_WIDTH / 4;
+        const float scale = query_scale(p);
+#pragma unroll UNROLL
+        for (int at = thread; at < count * QUADS; at += num_threads) {
+            const int local = at / QUADS, quad = at % QUADS, m = first_query + local;
             const int row = first_row + m / p.group, query_head = head * p.group + m % p.group;
-            const float scale = query_scale(p);
-            float low = 0.f, high = 0.f;
-            if (local < count) {
-                const float* from = p.q + static_cast<size_t>(row) * p.q_stride + query_head * KEY_DIM + d;
-                if (d < KEY_DIM) low = scale * from[0];
-                if (d + 1 < KEY_DIM) high = scale * from[1];
-            }
-            reinterpret_cast<u32*>(eights[local])[at % PAIRS] = pack(low, high);
+            const float* from = p.q + static_cast<size_t>(row) * p.q_stride + query_head * KEY_DIM;
+            const float4 x = load_quad(from, quad, KEY_DIM);
+            reinterpret_cast<uint2*>(eights[local])[quad] =
+                make_uint2(pack(scale * x.x, scale * x.y), pack(scale * x.z, scale * x.w));
         }
     }
 };
