@@ -20,14 +20,6 @@ F64 = NDArray[np.float64]
 views = pytest.mark.parametrize("view", [False, True], ids=["whole", "view"])
 
 
-@pytest.fixture(autouse=True)
-def _without_kernels(request: pytest.FixtureRequest) -> None:
-    """The native backends have no kernels for these ops yet."""
-    for name in ("bench", "computing"):
-        if name in request.fixturenames and request.getfixturevalue(name).backend.name in ("cpu",):
-            pytest.skip("no kernels for experts")
-
-
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A weight of E experts and what it holds: matrices [E, parts, rows, in] and biases [E, parts, rows]."""

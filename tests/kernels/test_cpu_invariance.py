@@ -9,11 +9,14 @@ from numpy.typing import NDArray
 
 from lamina.kernels import ops
 from lamina.kernels.backend import Unsupported
-from lamina.kernels.buffer import DType, Extent, StepShape
+from lamina.kernels.buffer import DType, Extent, StepShape, Weight
+from lamina.spec.errors import InvalidPlan
+from lamina.spec.quant import GgmlType
 from support.backends import BACKENDS, Bench
 from support.mini_stage import MiniStage, Piece
 from support.paged import Heads, PagedSequences
 
+Floats = NDArray[np.float32]
 KV_DTYPES = [DType.F32, DType.F16, DType.BF16, DType.Q8_0]
 BLOCKS = {0: [7, 0], 1: [11, 2], 2: [19, 4, 13]}
 HISTORY = [Piece(0, [(7 * i) % 50 for i in range(20)], BLOCKS[0])], [Piece(0, list(range(24)), BLOCKS[2])]
@@ -138,6 +141,52 @@ def test_a_spoiled_sequence_harms_no_other() -> None:
         assert np.isnan(found[0]).all()
         q[0] = 0
         bench.assert_close("attention", found[1:], paged.expected(q, pieces, scale=0.2)[1:])
+
+
+@every_isa
+@pytest.mark.parametrize("kind", [GgmlType.Q8_0, GgmlType.Q4_K, GgmlType.MXFP4, GgmlType.F16], ids=lambda k: k.name)
+def test_experts_do_not_depend_on_company(isa: str, kind: GgmlType) -> None:
+    """A-31: routed through 6 experts, 150 rows at once give each row the bits that it gets alone and among 7 others,
+
+    for 1, 2 and 5 threads; experts have 100 and 256 outputs, so that threads share one and a last tile is not full.
+    """
+    results = []
+    for threads in (1, 2, 5):
+        with native_bench(threads, isa) as bench:
+            gate_up = bench.weight(*[(kind, 256)] * 12, cols=256, bias=True)[0]
+            down = bench.weight(*[(kind, 100)] * 6, cols=256, bias=True)[0]
+            x, logits, before = bench.normal(150, 256), bench.normal(150, 6, scale=2.0), bench.normal(150, 100)
+
+            def run(rows: slice, bench: Bench = bench, held: tuple[Weight, Weight] = (gate_up, down)) -> Floats:
+                source, router, out = (bench.floats(values[rows]) for values in (x, logits, before))  # noqa: B023
+                count = source.shape[0]
+                experts, shares = bench.ints(np.zeros((count, 3))), bench.floats(np.zeros((count, 3)))
+                hidden = bench.output(count, 3 * 256)
+                bench.step(count)
+                ops.route(bench.backend, router, experts, shares, gating="softmax", normalise=True)
+                ops.expert_gated_linear(bench.backend, source, experts, held[0], hidden, "silu")
+                ops.expert_linear(bench.backend, hidden, experts, shares, held[1], out, accumulate=True)
+                return bench.read(out).view(np.float32)
+
+            together = run(slice(0, 150))
+            for row in (0, 1, 77, 149):
+                assert np.array_equal(run(slice(row, row + 1))[0], together[row])
+            assert np.array_equal(run(slice(70, 78)), together[70:78])
+            results.append(together)
+    assert np.array_equal(results[0], results[1])
+    assert np.array_equal(results[0], results[2])
+
+
+def test_an_expert_that_does_not_exist_ends_the_step() -> None:
+    """An id outside the weight is refused, not followed."""
+    with native_bench(2) as bench:
+        down = bench.weight(*[(GgmlType.Q8_0, 32)] * 4, cols=32)[0]
+        x, out, shares = bench.output(3, 64), bench.output(3, 32), bench.floats(np.ones((3, 2)))
+        bench.step(3)
+        for bad in (4, -1):
+            experts = bench.ints([[0, 1], [1, bad], [2, 3]])
+            with pytest.raises(InvalidPlan, match="an id is outside"):
+                ops.expert_linear(bench.backend, x, experts, shares, down, out)
 
 
 @every_isa

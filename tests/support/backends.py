@@ -93,7 +93,7 @@ def _cpu(max_memory_bytes: int | None) -> Backend:
 
 
 # Activations are rounded to 8 bits per block.
-_EIGHT_BIT_ACTIVATIONS = {"linear": 0.01, "gated_linear": 0.025}
+_EIGHT_BIT_ACTIVATIONS = {"linear": 0.01, "gated_linear": 0.025, "expert_linear": 0.01, "expert_gated_linear": 0.025}
 
 
 BACKENDS: dict[str, BackendUnderTest] = {

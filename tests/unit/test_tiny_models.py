@@ -37,6 +37,28 @@ class KvHeadsTiled(TinyModel):
         return result
 
 
+class SinksIgnored(TinyModel):
+    """Attention shares that sum to 1."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.weights = {name: value for name, value in self.weights.items() if "attn_sinks" not in name}
+
+
+class GptOssLikeAnyOther(TinyModel):
+    """gpt-oss's experts with the usual SwiGLU."""
+
+    def _join(self, gate: Array, up: Array) -> Array:
+        return gate / (1 + np.exp(-gate)) * up
+
+
+class ExpertsShifted(TinyModel):
+    """Each token computed by the neighbours of its experts."""
+
+    def _expert_linear(self, x: Array, name: str, expert: int) -> Array:
+        return super()._expert_linear(x, name, (expert + 1) % int(self._get("expert_count")))
+
+
 def without_weights(part: str) -> Callable[[Path], TinyModel]:
     """A model in which every tensor whose name contains `part` has no effect."""
 
@@ -70,6 +92,12 @@ MISTAKES: dict[str, tuple[str, Callable[[Path], TinyModel]]] = {
     "yarn taken for linear": ("qwen2_yarn", with_metadata("rope.scaling.type", "linear")),
     "biases ignored": ("qwen2", without_weights(".bias")),
     "q norm ignored": ("qwen3", without_weights("attn_q_norm")),
+    "sinks ignored": ("gpt_oss", SinksIgnored),
+    "window ignored": ("gpt_oss", with_metadata("attention.sliding_window", 4096)),
+    "biases of router and experts ignored": ("gpt_oss", without_weights(".bias")),
+    "swiglu not clamped": ("gpt_oss", GptOssLikeAnyOther),
+    "one expert too few": ("qwen3moe", with_metadata("expert_used_count", 2)),
+    "experts shifted": ("mixtral", ExpertsShifted),
     "freq_base ignored": ("qwen2_yarn", with_metadata("rope.freq_base", 10000.0)),
 }
 

@@ -34,7 +34,7 @@ constexpr KernelTable make_table(std::integer_sequence<int, kTypes...>) {
 static constexpr KernelTable kTable = make_table(std::make_integer_sequence<int, kNumTypeIds>{});
 
 LAMINA_INLINE bool is_gated(const LinearArgs& a) {
-  return a.mode == LinearMode::kGateSilu || a.mode == LinearMode::kGateGeluTanh;
+  return a.mode != LinearMode::kStore && a.mode != LinearMode::kAccumulate;
 }
 LAMINA_INLINE int num_tiles(const PackedPart& part) { return (part.rows + kTileRows - 1) / kTileRows; }
 LAMINA_INLINE int64_t tile_bytes(const PackedPart& part) { return tile_bytes(format_of(part.type), part.cols); }

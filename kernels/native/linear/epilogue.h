@@ -49,12 +49,23 @@ LAMINA_INLINE void store_plain(const OutTile& o, const float* sums, bool accumul
   store_f32(o.out, v, o.count);
 }
 
+// gpt-oss: gate' sigmoid(1.702 gate') (up' + 1) of clamped gate and up.
+LAMINA_INLINE F32x16 swiglu_clamped(F32x16 gate, F32x16 up) {
+  gate = clamp(gate, -3.0e38F, 7.0F);
+  up = clamp(up, -7.0F, 7.0F);
+  return mul(times_sigmoid(gate, mul(set_f32(1.702F), gate)), add(up, set_f32(1.0F)));
+}
+
+LAMINA_INLINE F32x16 join_gated(F32x16 gate, F32x16 up, LinearMode mode) {
+  if (mode == LinearMode::kGateSwigluClamped) return swiglu_clamped(gate, up);
+  return mul(mode == LinearMode::kGateSilu ? times_sigmoid(gate, gate) : gelu_tanh(gate), up);
+}
+
 LAMINA_INLINE void store_gated(const OutTile& o, const float* gate_sums, const float* up_sums, const float* up_bias,
                                LinearMode mode) {
   const F32x16 gate = add_bias(load_f32(gate_sums), o.bias, o.count);
   const F32x16 up = add_bias(load_f32(up_sums), up_bias, o.count);
-  const F32x16 activated = mode == LinearMode::kGateSilu ? times_sigmoid(gate, gate) : gelu_tanh(gate);
-  store_f32(o.out, mul(activated, up), o.count);
+  store_f32(o.out, join_gated(gate, up, mode), o.count);
 }
 
 }  // namespace lamina::LAMINA_LINEAR_NS

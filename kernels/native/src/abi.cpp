@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <exception>
 
+#include "experts.h"
 #include "isa.h"
 #include "kv_layout.h"
 #include "select.h"
@@ -63,6 +64,9 @@ LAMINA_API size_t lamina_attention_shared_bytes(int num_threads, int group, int 
 }
 
 LAMINA_API size_t lamina_sample_own_bytes(int columns) { return sample_own_bytes(columns); }
+LAMINA_API size_t lamina_experts_own_bytes(int isa, const ExpertArgs* args, int max_rows) {
+  return expert_scratch(static_cast<Isa>(isa), *args, max_rows, nullptr).num_bytes;
+}
 
 LAMINA_API int lamina_kv_supports(int type, int key_dim, int value_dim) {
   return kv_supports(static_cast<KvType>(type), key_dim, value_dim);

@@ -2,6 +2,7 @@
 #define LAMINA_NS isa_avx2
 #include "simd_avx2.h"
 
+#include "experts.h"
 #include "half.h"
 #include "kv_layout.h"
 #include "select.h"
@@ -15,6 +16,7 @@ constexpr int kStrip = 1;
 #include "elementary.inc"
 #include "ops.inc"
 #include "sample.inc"
+#include "experts.inc"
 #include "kv_write.inc"
 #include "attention_kernels.inc"
 #include "attention_chunk.inc"
@@ -22,6 +24,6 @@ constexpr int kStrip = 1;
 #include "probe.inc"
 
 extern const OpTable kTable;
-const OpTable kTable{probe, rms_norm, rope, kv_write, attention, add, softcap, argmax, sample};
+const OpTable kTable{probe, rms_norm, rope, kv_write, attention, add, softcap, argmax, sample, route, experts};
 
 }  // namespace lamina::LAMINA_NS

@@ -117,6 +117,8 @@ void run_op(const OpDesc& op, const StepShape& shape, Isa isa, const OpTable& ta
     case OpKind::kGatherRows: return gather_rows(op.gather_rows, num_rows, worker);
     case OpKind::kArgmax: return table.argmax(op.argmax, num_rows, worker);
     case OpKind::kSample: return table.sample(op.sample, num_rows, worker);
+    case OpKind::kRoute: return table.route(op.route, num_rows, worker);
+    case OpKind::kExperts: return table.experts(isa, op.experts, num_rows, worker);
   }
 }
 

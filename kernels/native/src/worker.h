@@ -59,6 +59,8 @@ struct OpTable {
   void (*softcap)(const SoftcapArgs&, int num_rows, Worker&);
   void (*argmax)(const ArgmaxArgs&, int num_rows, Worker&);
   void (*sample)(const SampleArgs&, int num_rows, Worker&);
+  void (*route)(const RouteArgs&, int num_rows, Worker&);
+  void (*experts)(Isa, const ExpertArgs&, int num_rows, Worker&);
 };
 
 // The table of an instruction set, or null if this build lacks it.

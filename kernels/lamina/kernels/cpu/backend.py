@@ -50,6 +50,7 @@ _FAILURES = {
     3: "attention: a position or block is outside the block table or the cache",
     4: "attention: row_starts do not ascend within the step's rows",
     5: "gather_rows: an index is outside the rows",
+    6: "experts: an id is outside those of the weight",
 }
 
 
@@ -213,7 +214,7 @@ class CpuBackend(LedgerBackend):
         return k, v
 
     def workspace_bytes(self, limits: StepLimits, max_in_features: int, max_out_features: int) -> int:
-        """What linears share; attention's scratch, known when an op names its cache, comes on top."""
+        """What linears share; attention's scratch and the experts', known when an op is recorded, come on top."""
         needed: int = self._functions.lamina_linear_scratch_bytes(
             self._isa, limits.max_rows, max_in_features, max_out_features
         )

@@ -8,7 +8,7 @@ from ctypes import Structure, Union, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from typing import ClassVar
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 Fields = list[tuple[str, type]]
 
@@ -23,7 +23,7 @@ class Isa(IntEnum):
 
 
 class OpKind(IntEnum):
-    """Ops of the tape; ROPE_TABLE is made by the recorder, the rest correspond to lamina.kernels.ops."""
+    """Ops of the tape; ROPE_TABLE is made by the recorder, EXPERTS serves both expert ops of lamina.kernels.ops."""
 
     EMBED = 0
     RMS_NORM = 1
@@ -37,6 +37,8 @@ class OpKind(IntEnum):
     GATHER_ROWS = 9
     ARGMAX = 10
     SAMPLE = 11
+    ROUTE = 12
+    EXPERTS = 13
 
 
 class LinearMode(IntEnum):
@@ -46,6 +48,7 @@ class LinearMode(IntEnum):
     ACCUMULATE = 1
     GATE_SILU = 2
     GATE_GELU_TANH = 3
+    GATE_SWIGLU_CLAMPED = 4
 
 
 class Matrix(Structure):
@@ -166,6 +169,28 @@ class SampleArgs(Structure):
     _fields_: ClassVar[Fields] = [("x", Matrix), ("params", Matrix), ("out", Matrix)]
 
 
+class RouteArgs(Structure):
+    _fields_: ClassVar[Fields] = [
+        ("x", Matrix),
+        ("experts", Matrix),
+        ("shares", Matrix),
+        ("of_selected", c_int32),
+        ("normalise", c_int32),
+        ("scale", c_float),
+    ]
+
+
+class ExpertArgs(Structure):
+    _fields_: ClassVar[Fields] = [
+        ("x", Matrix),
+        ("experts", Matrix),
+        ("shares", Matrix),
+        ("out", Matrix),
+        ("weight", c_void_p),
+        ("mode", c_int32),
+    ]
+
+
 OpArgs = (
     EmbedArgs
     | RmsNormArgs
@@ -179,6 +204,8 @@ OpArgs = (
     | GatherRowsArgs
     | ArgmaxArgs
     | SampleArgs
+    | RouteArgs
+    | ExpertArgs
 )
 
 
@@ -196,6 +223,8 @@ class OpUnion(Union):
         ("gather_rows", GatherRowsArgs),
         ("argmax", ArgmaxArgs),
         ("sample", SampleArgs),
+        ("route", RouteArgs),
+        ("experts", ExpertArgs),
     ]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import lamina
 from lamina.kernels.backend import Unsupported
-from lamina.kernels.cpu.descriptors import ABI_VERSION, Isa, KvDesc, OpDesc, PackedPart, ReplayReport
+from lamina.kernels.cpu.descriptors import ABI_VERSION, ExpertArgs, Isa, KvDesc, OpDesc, PackedPart, ReplayReport
 from lamina.spec.errors import InvalidConfig
 
 ISA_VARIABLE = "LAMINA_CPU_ISA"
@@ -42,6 +42,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "lamina_attention_own_bytes": (c_size_t, [c_int, c_int]),
     "lamina_sample_own_bytes": (c_size_t, [c_int]),
     "lamina_attention_shared_bytes": (c_size_t, [c_int, c_int, c_int, c_int]),
+    "lamina_experts_own_bytes": (c_size_t, [c_int, POINTER(ExpertArgs), c_int]),
     "lamina_kv_supports": (c_int, [c_int, c_int, c_int]),
     "lamina_kv_block_bytes": (c_int64, [c_int, c_int, c_int, c_int]),
     "lamina_kv_read": (None, [POINTER(KvDesc), c_void_p, c_int, c_void_p, c_void_p]),

@@ -18,6 +18,7 @@ from lamina.kernels.cpu.descriptors import (
     ArgmaxArgs,
     AttentionArgs,
     EmbedArgs,
+    ExpertArgs,
     GatherRowsArgs,
     Isa,
     KvWriteArgs,
@@ -30,6 +31,7 @@ from lamina.kernels.cpu.descriptors import (
     RmsNormArgs,
     RopeArgs,
     RopeTableArgs,
+    RouteArgs,
     SampleArgs,
     SoftcapArgs,
 )
@@ -37,7 +39,11 @@ from lamina.kernels.cpu.memory import CacheMemory, PackedWeight
 from lamina.kernels.ops import Args, LaunchError, OpSpec
 
 _EXTENTS = {Extent.FIXED: 0, Extent.ROWS: 1, Extent.SEQS: 2, Extent.LOGIT_ROWS: 3}
-_GATES = {"silu": LinearMode.GATE_SILU, "gelu_tanh": LinearMode.GATE_GELU_TANH}
+_GATES = {
+    "silu": LinearMode.GATE_SILU,
+    "gelu_tanh": LinearMode.GATE_GELU_TANH,
+    "swiglu_clamped": LinearMode.GATE_SWIGLU_CLAMPED,
+}
 _SCRATCH = "scratch"  # what linears and attention share beside their operands
 
 T = TypeVar("T")
@@ -143,6 +149,26 @@ class TapeBuilder:
         args = LinearArgs(o.matrix("x"), o.matrix("out"), o.weight("weight"), mode)
         self._append(OpKind.LINEAR, out, [*o.accesses(), Access(_SCRATCH, 0, 1, True)], args)
 
+    def route(self, o: "_Operands") -> None:
+        of_selected = o.args["gating"] == "softmax_selected"
+        matrices = (o.matrix(name) for name in ("x", "experts", "shares"))
+        args = RouteArgs(*matrices, of_selected, bool(o.args["normalise"]), o.number("scale"))
+        self._append(OpKind.ROUTE, o.buffer("x"), o.accesses(), args)
+
+    def expert_gated_linear(self, o: "_Operands") -> None:
+        self._experts(o, Matrix(), _GATES[str(o.args["activation"])])
+
+    def expert_linear(self, o: "_Operands") -> None:
+        self._experts(o, o.matrix("shares"), LinearMode.ACCUMULATE if o.args["accumulate"] else LinearMode.STORE)
+
+    def _experts(self, o: "_Operands", shares: Matrix, mode: LinearMode) -> None:
+        """Unlike a linear, it computes in the scratch of each thread."""
+        out = o.buffer("out")
+        args = ExpertArgs(o.matrix("x"), o.matrix("experts"), shares, o.matrix("out"), o.weight("weight"), mode)
+        own = self._functions.lamina_experts_own_bytes(self._isa, ctypes.byref(args), out.shape[0])
+        self._own_bytes = max(self._own_bytes, own)
+        self._append(OpKind.EXPERTS, out, o.accesses(), args)
+
     def rope(self, o: "_Operands") -> None:
         x, table = o.buffer("x"), self._rope_table(o)
         pairs = o.buffer("inv_freq").shape[0]
@@ -214,6 +240,9 @@ _TRANSLATE: Mapping[str, Callable[[TapeBuilder, "_Operands"], None]] = {
     "rms_norm": TapeBuilder.rms_norm,
     "linear": TapeBuilder.linear,
     "gated_linear": TapeBuilder.gated_linear,
+    "route": TapeBuilder.route,
+    "expert_gated_linear": TapeBuilder.expert_gated_linear,
+    "expert_linear": TapeBuilder.expert_linear,
     "rope": TapeBuilder.rope,
     "kv_write": TapeBuilder.kv_write,
     "attention": TapeBuilder.attention,

@@ -27,7 +27,7 @@ struct PackedPart {
   uint8_t* data;
 };
 
-enum class LinearMode : int { kStore = 0, kAccumulate = 1, kGateSilu = 2, kGateGeluTanh = 3 };
+enum class LinearMode : int { kStore = 0, kAccumulate = 1, kGateSilu = 2, kGateGeluTanh = 3, kGateSwigluClamped = 4 };
 
 struct LinearArgs {
   const PackedPart* parts;  // stacked by rows; for the gated modes exactly two of equal shape (gate, up)

@@ -7,7 +7,7 @@
 
 namespace lamina {
 
-constexpr uint32_t kAbiVersion = 2;
+constexpr uint32_t kAbiVersion = 3;
 constexpr int kBlockTokens = 16;
 
 // A row-major matrix; `data` already includes the column offset of a view, `stride` is in elements.
@@ -49,6 +49,8 @@ enum class OpKind : int32_t {
   kGatherRows,
   kArgmax,
   kSample,
+  kRoute,
+  kExperts,
 };
 
 // What an op's row count is read from at replay.
@@ -126,6 +128,20 @@ struct SampleArgs {
   Matrix x, params, out;
 };
 
+struct RouteArgs {
+  Matrix x, experts, shares;
+  int32_t of_selected;  // softmax over the selected alone
+  int32_t normalise;
+  float scale;
+};
+
+// Gated modes: two parts an expert, out [rows, k * part], no shares. Others: one part an expert, x [rows, k * in].
+struct ExpertArgs {
+  Matrix x, experts, shares, out;
+  const WeightDesc* weight;
+  LinearMode mode;
+};
+
 struct OpDesc {
   OpKind kind;
   Extent extent;
@@ -144,6 +160,8 @@ struct OpDesc {
     GatherRowsArgs gather_rows;
     ArgmaxArgs argmax;
     SampleArgs sample;
+    RouteArgs route;
+    ExpertArgs experts;
   };
 };
 
@@ -154,6 +172,6 @@ struct StepShape {
 };
 
 // What a replay ends with; a step that names memory it does not own is stopped, not obeyed.
-enum class Status : int32_t { kOk = 0, kBadToken, kBadSlot, kBadBlock, kBadRowStarts, kBadIndex };
+enum class Status : int32_t { kOk = 0, kBadToken, kBadSlot, kBadBlock, kBadRowStarts, kBadIndex, kBadExpert };
 
 }  // namespace lamina
