@@ -10,8 +10,8 @@
 
 namespace lamina::LAMINA_NS {
 
-constexpr int kPages = 1;  // 16 registers of half a V
-constexpr int kStrip = 1;
+// 16 registers of half a V.
+constexpr int at_a_time(int queries) { return queries == 1 ? 4 : queries == 2 ? 2 : 1; }
 
 #include "elementary.inc"
 #include "ops.inc"

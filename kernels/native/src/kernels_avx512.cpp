@@ -10,8 +10,7 @@
 
 namespace lamina::LAMINA_NS {
 
-constexpr int kPages = 4;  // 32 registers of one V
-constexpr int kStrip = 4;
+constexpr int at_a_time(int) { return 4; }  // 32 registers of one V
 
 #include "elementary.inc"
 #include "ops.inc"

@@ -38,10 +38,10 @@ inline __m256 widen_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_128(p)), 16));
 }
 inline V load_bf16(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
-inline V load_i8(const int8_t* p) {
-  const __m128i x = load_128(p);
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))};
+inline __m256 widen_i8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
+inline V load_i8(const int8_t* p) { return {widen_i8(p), widen_i8(p + 8)}; }
 
 inline V operator+(V x, V y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 inline V operator-(V x, V y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
