@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from lamina.rpc_worker.device_thread import Worker
-from lamina.rpc_worker.stage import LaunchedStep, StageFacts, StageResult
+from lamina.rpc_worker.stage import LaunchedStep, StageResult
+from lamina.rpc_worker.stage_facts import StageFacts
 from lamina.rpc_worker.stage_model import Outcome
 from lamina.rpc_worker.stage_runtime import StageKey, StageRuntime
 from lamina.rpc_worker.step_queue import ReadyStep

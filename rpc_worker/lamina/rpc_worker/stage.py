@@ -17,6 +17,7 @@ from lamina.rpc_worker.kv_pool import KvPool, SequenceTables
 from lamina.rpc_worker.loader import StageLoader, TensorReader
 from lamina.rpc_worker.numerics import Precision
 from lamina.rpc_worker.sampler import Sampler
+from lamina.rpc_worker.stage_facts import StageFacts, StepMeter
 from lamina.rpc_worker.stage_memory import check_fits, step_limits, widest
 from lamina.rpc_worker.stage_model import Outcome, StageModel, StepArrays
 from lamina.rpc_worker.staging import MAX_LAUNCHED
@@ -24,7 +25,6 @@ from lamina.rpc_worker.step_queue import OnDevice, ReadyStep
 from lamina.rpc_worker.tracing import Tracer, no_scope
 from lamina.rpc_worker.weights import StageWeights
 from lamina.spec.checkpoint import TensorIndex
-from lamina.spec.device import GraphCounts
 from lamina.spec.errors import CapacityExceeded, InvalidPlan, Unavailable
 from lamina.spec.ids import SeqId
 from lamina.spec.memory import arena_layout
@@ -33,10 +33,6 @@ from lamina.spec.placement import StageSettings
 from lamina.spec.step import AddSequence, StepDone, StepPlan
 
 _log = logging.getLogger(__name__)
-
-
-_NEARLY = 0.9  # of the time that a step is expected to take nobody looks at the device
-_MAX_TIMED_ROWS = 1024  # steps of more count as of so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +58,6 @@ class LaunchedStep:
     start_s: float
     needs_logits: bool = False
     sampled: OnDevice = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class StageFacts:
-    """A stage in figures: memory in bytes, what it has done since it was loaded."""
-
-    weight_bytes: int = 0
-    arena_bytes: int = 0
-    cache_bytes: int = 0
-    block_bytes: tuple[int, ...] = ()
-    num_steps: int = 0
-    busy_s: float = 0.0
-    num_sequences: int = 0
-    graphs: GraphCounts = field(default_factory=GraphCounts)
-    compute_dtype: str = ""
-    num_prefill_steps: int = 0  # of num_steps, those with a prompt's chunk in them
-    prefill_busy_s: float = 0.0  # of busy_s, in those
 
 
 class Stage:
@@ -113,9 +92,7 @@ class Stage:
         self._tables = SequenceTables((), settings)
         self._sampler = Sampler(spec.vocab_size, grammars, lambda *rows: self._loaded_model().draw(*rows))
         self._memory = StageFacts()  # but for what changes with steps
-        self._seconds: dict[int, float] = {}  # that a step took last, by its rows
-        self._num_steps = self._num_prefill_steps = 0
-        self._busy_s = self._prefill_busy_s = self._last_end_s = 0.0
+        self._meter = StepMeter()
 
     def load(self, tensors: TensorIndex, progress: Callable[[int], None]) -> None:
         """Read weights, then allocate the arena. Refuses with numbers before reading what cannot fit (B-42)."""
@@ -269,12 +246,8 @@ class Stage:
         return LaunchedStep(ready, model.nothing(left), time.perf_counter(), needs_logits=model.is_last)
 
     def due_s(self, launched: LaunchedStep) -> float:
-        """When the oldest launched step will nearly be done, if it takes as long as one of as many rows did last.
-
-        On the clock of time.perf_counter.
-        """
-        expected_s = self._seconds.get(min(launched.ready.plan.num_rows, _MAX_TIMED_ROWS), 0.0)
-        return max(launched.start_s, self._last_end_s) + _NEARLY * expected_s
+        """When to look whether the oldest launched step is done, on the clock of time.perf_counter."""
+        return self._meter.due_s(launched.start_s, launched.ready.plan)
 
     def is_done(self, launched: LaunchedStep) -> bool:
         """Whether `finish` need not wait for the device."""
@@ -294,7 +267,7 @@ class Stage:
             hidden = values.astype(np.float32)
             num_bad = int(np.count_nonzero(~np.isfinite(hidden.sum(axis=1))))
             result = StageResult(ready, hidden, None, num_bad)
-        self._count_step(launched.start_s, ready.plan)
+        self._meter.count(launched.start_s, ready.plan)
         if self._tracer is not None:
             self._tracer.end_span("step", ready.plan.step)
         return result
@@ -361,26 +334,14 @@ class Stage:
         """The stage now. From any thread: while steps run, numbers may be those before or after the present one."""
         return replace(
             self._memory,
-            num_steps=self._num_steps,
-            busy_s=self._busy_s,
+            num_steps=self._meter.num_steps,
+            busy_s=self._meter.busy_s,
             num_sequences=len(self._tables),
             graphs=self._graphs.counts,
             compute_dtype=self._precision.dtype.value,
-            num_prefill_steps=self._num_prefill_steps,
-            prefill_busy_s=self._prefill_busy_s,
+            num_prefill_steps=self._meter.num_prefill_steps,
+            prefill_busy_s=self._meter.prefill_busy_s,
         )
-
-    def _count_step(self, start_s: float, plan: StepPlan) -> None:
-        """A step that began then has ended. Time in which the step before it was still under way counts once."""
-        end_s = time.perf_counter()
-        busy_s = end_s - max(start_s, self._last_end_s)
-        self._seconds[min(plan.num_rows, _MAX_TIMED_ROWS)] = busy_s
-        self._last_end_s = end_s
-        self._busy_s += busy_s
-        self._num_steps += 1
-        if plan.num_rows > len(plan.slices):
-            self._num_prefill_steps += 1
-            self._prefill_busy_s += busy_s
 
     def _publish_memory(self) -> None:
         self._memory = StageFacts(self.weight_bytes, self.arena_bytes, self.cache_bytes, self.block_bytes())
