@@ -66,14 +66,13 @@ def assert_drawn(found: list[int], logits: Logits, params: Logits) -> None:
 @pytest.mark.parametrize(("columns", "spread"), [(5, 1.0), (67, 3.0), (300, 0.5), (1000, 3.0)])
 def test_every_filter(computing: Bench, columns: int, spread: float, filters: dict[str, float]) -> None:
     """B-30, B-31, B-33: each filter and all together, peaked and flat rows, on views of odd widths."""
-    logits = computing.normal(24, columns, scale=spread)
-    uniforms = computing.rng.random(24, np.float32)
+    logits = computing.normal(10, columns, scale=spread)
+    uniforms = computing.rng.random(10, np.float32)
     params = params_of(*({**filters, "uniform": float(u)} for u in uniforms))
     assert_drawn(drawn(computing, logits, params, view=True), logits, params)
 
 
-@pytest.mark.parametrize("columns", [49_152, 151_936])
-@pytest.mark.parametrize("spread", [0.3, 4.0], ids=["flat", "peaked"])
+@pytest.mark.parametrize(("columns", "spread"), [(49_152, 0.3), (151_936, 4.0)], ids=["flat", "peaked"])
 def test_a_real_vocabulary(computing: Bench, columns: int, spread: float) -> None:
     """Nuclei of a hundred tokens and of most of the vocabulary."""
     names = ("top_p", "top_k and top_p", "temperature alone", "min_p")
@@ -98,8 +97,8 @@ def test_rows_that_are_not_sampled_keep_their_argmax(computing: Bench) -> None:
 
 def shares(bench: Bench, logits: Sequence[float], **filters: Any) -> set[int]:
     """Tokens that can be drawn."""
-    uniforms = (np.arange(64) + 0.5) / 64
-    rows = np.tile(np.array(logits, np.float32), (64, 1))
+    uniforms = (np.arange(24) + 0.5) / 24
+    rows = np.tile(np.array(logits, np.float32), (24, 1))
     return set(drawn(bench, rows, params_of(*({**filters, "uniform": float(u)} for u in uniforms))))
 
 
@@ -110,8 +109,8 @@ def test_ties_go_to_the_lowest_ids(computing: Bench) -> None:
     assert shares(computing, flat, top_p=0.24) == {0, 1, 2, 3, 4}
     assert shares(computing, [1, 2, 2, 2, 0], top_k=2) == {1, 2}
     assert shares(computing, [1, 2, 2, 2, 0], top_p=0.3) == {1, 2}
-    assert shares(computing, [5.0] * 3000, top_k=2) == {0, 1}
-    assert len(shares(computing, [5.0] * 3000)) == 64
+    assert shares(computing, [5.0] * 2500, top_k=2) == {0, 1}
+    assert len(shares(computing, [5.0] * 2500)) == 24
 
 
 def test_masked_tokens_are_never_drawn(computing: Bench) -> None:
