@@ -1,12 +1,13 @@
 """A stage in figures, and the counting behind them. Pure but for the clock, which is time.perf_counter."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lamina.spec.device import GraphCounts
 from lamina.spec.step import StepPlan
 
-_NEARLY = 0.9  # of the time that a step is expected to take nobody looks at the device
+_NEARLY = 0.8  # of the time that a step takes at the least nobody looks at the device
 _MAX_TIMED_ROWS = 1024  # steps of more count as of so many
 
 
@@ -30,18 +31,22 @@ class StageFacts:
 class StepMeter:
     """Counts steps and times them. Written by the compute thread, read by any."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.num_steps = self.num_prefill_steps = 0
         self.busy_s = self.prefill_busy_s = 0.0
         self._last_end_s = 0.0
-        self._seconds: dict[int, float] = {}  # that a step took last, by its rows
+        # What a step took at the least, by its rows. Not what the last one took: a slow one, looked at late for that,
+        # would make the next one slow.
+        self._least_s: dict[int, float] = {}
 
     def count(self, start_s: float, plan: StepPlan) -> None:
         """A step that began then has ended. Time in which the step before it was still under way counts once."""
-        end_s = time.perf_counter()
+        end_s = self._clock()
         busy_s = end_s - max(start_s, self._last_end_s)
         self._last_end_s = end_s
-        self._seconds[min(plan.num_rows, _MAX_TIMED_ROWS)] = busy_s
+        rows = min(plan.num_rows, _MAX_TIMED_ROWS)
+        self._least_s[rows] = min(busy_s, self._least_s.get(rows, busy_s))
         self.num_steps += 1
         self.busy_s += busy_s
         if plan.num_rows > len(plan.slices):
@@ -49,6 +54,6 @@ class StepMeter:
             self.prefill_busy_s += busy_s
 
     def due_s(self, start_s: float, plan: StepPlan) -> float:
-        """When the oldest step under way is nearly done, if it takes as long as the last of as many rows."""
-        expected_s = self._seconds.get(min(plan.num_rows, _MAX_TIMED_ROWS), 0.0)
-        return max(start_s, self._last_end_s) + _NEARLY * expected_s
+        """When the oldest step under way is nearly done, if it is as fast as the fastest of as many rows was."""
+        least_s = self._least_s.get(min(plan.num_rows, _MAX_TIMED_ROWS), 0.0)
+        return max(start_s, self._last_end_s) + _NEARLY * least_s
