@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType
 from lamina.kernels.backend import Backend
 from lamina.kernels.cuda.backend import CudaBackend
 from lamina.kernels.cuda.device import ExecutableGraph
+from lamina.kernels.reference import ReferenceBackend
 from lamina.kernels.registry import create_backend, present_devices
 from lamina.rpc_worker import self_test
 from lamina.rpc_worker.explain import explain_device
@@ -17,7 +18,9 @@ from lamina.rpc_worker.self_test import run_self_test
 from lamina.rpc_worker.tracing import _DEVICE_TRACK, TraceFile, Tracer, find_ranges
 from lamina.spec.placement import StageSettings
 from lamina.spec.quant import GgmlType
+from support.backends import relative_error
 from support.inprocess import InProcessModel
+from support.overflow import write_f16_llama
 from support.tiny import write_tiny_llama
 
 pytestmark = pytest.mark.gpu
@@ -118,3 +121,21 @@ def test_the_card_is_explained() -> None:
     assert report.failure == ""
     assert report.compute_dtype in ("bf16", "f16", "f32")
     assert len(report.kernels) > 20
+
+
+@pytest.mark.parametrize("cuts", [(), (2,)], ids=["whole", "split"])
+@pytest.mark.parametrize("overflows", [False, True])
+def test_f16_on_the_card(
+    cuda: Backend, tmp_path: Path, caplog: pytest.LogCaptureFixture, overflows: bool, cuts: tuple[int, ...]
+) -> None:
+    """A-02, A-06, A-08: what overflows in f16 goes on in bf16, over keys and values that the next steps can use."""
+    path = write_f16_llama(tmp_path / "m.gguf", overflowing=overflows)
+    exact = InProcessModel(path, ReferenceBackend(), cuts, SETTINGS)
+    tested = InProcessModel(path, cuda, cuts, SETTINGS, compute="f16")
+    prompt = [(37 * i + 11) % 300 for i in range(100)]  # more rows than the int8 kernels take
+    for tokens in (prompt, [5], [6, 7], [8]):
+        assert relative_error(tested.step({0: tokens}), exact.step({0: tokens})) < 0.02
+    warnings = [record.getMessage() for record in caplog.records if "exceed f16" in record.getMessage()]
+    assert len(warnings) == overflows
+    assert tested.stages[0]._precision.dtype.value == ("bf16" if overflows else "f16")
+    tested.free()

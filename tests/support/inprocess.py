@@ -32,13 +32,14 @@ class InProcessModel:
         cuts: Sequence[int] = (),
         settings: StageSettings = F32_SETTINGS,
         tracer: Tracer | None = None,
+        compute: str = "auto",
     ) -> None:
         file = read_gguf(path)
         self.spec = model_spec(file, model_digest(file))
         self.settings = settings
         bounds = [0, *cuts, self.spec.num_layers]
         self.stages = [
-            Stage(backend, self.spec, LayerRange(start, stop), settings, tracer=tracer)
+            Stage(backend, self.spec, LayerRange(start, stop), settings, compute=compute, tracer=tracer)
             for start, stop in pairwise(bounds)
         ]
         for stage in self.stages:

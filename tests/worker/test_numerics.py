@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType
 
 from lamina.kernels.backend import Unsupported
 from lamina.kernels.buffer import Buffer, DType, StepShape
@@ -27,7 +26,7 @@ from lamina.spec.placement import StageSettings
 from support.backends import relative_error
 from support.cuda_emulated import EmulatedDevice
 from support.inprocess import InProcessModel
-from support.tiny import write_tiny_llama
+from support.overflow import write_f16_llama
 
 SETTINGS = StageSettings(max_rows=96, max_seqs=2, max_logit_rows=2, max_context=128, kv_dtype="f32")
 PROMPT = [(37 * i + 11) % 300 for i in range(20)]
@@ -64,28 +63,14 @@ def test_a_wish_is_obeyed_where_the_device_has_it(wish: str, overflowing: bool) 
         resolve_compute("int8", ("f32",), overflowing=overflowing)
 
 
-def _write(path: Path, *, overflowing: bool) -> Path:
-    """A model of three layers; in layer 1 the input of the down projection may be far beyond 65,504."""
-    write_tiny_llama(path, matrix_type=GGMLQuantizationType.F16, hidden=64, ff=96, layers=3)
-    if overflowing:
-        tensors = read_gguf(path).tensors
-        data = np.memmap(path, np.uint8, "r+")
-        for name, factor in (("ffn_gate", 2.0**10), ("ffn_up", 2.0**10), ("ffn_down", 2.0**-6)):
-            tensor = tensors[f"blk.1.{name}.weight"]
-            values = data[tensor.offset_bytes : tensor.offset_bytes + tensor.num_bytes].view(np.float16)
-            values *= np.float16(factor)
-        data.flush()
-    return path
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _write(tmp_path_factory.mktemp("numerics") / "plain.gguf", overflowing=False)
+    return write_f16_llama(tmp_path_factory.mktemp("numerics") / "plain.gguf", overflowing=False)
 
 
 @pytest.fixture(scope="module")
 def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _write(tmp_path_factory.mktemp("numerics") / "overflowing.gguf", overflowing=True)
+    return write_f16_llama(tmp_path_factory.mktemp("numerics") / "overflowing.gguf", overflowing=True)
 
 
 def test_models_known_to_overflow(plain: Path) -> None:
