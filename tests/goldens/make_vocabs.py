@@ -1,11 +1,11 @@
-"""Trains two small byte-level BPE vocabularies and writes them as GGUF files without tensors.
+"""Trains three small byte-level BPE vocabularies and writes them as GGUF files without tensors.
 
-Owns tests/data/vocab_llama_bpe.gguf and tests/data/vocab_qwen2.gguf; must not know the product's tokenizer. The files
-hold what a tokenizer can get wrong and SmolLM2's own vocabulary does not: other split expressions, control and
+Owns tests/data/vocab_llama_bpe.gguf, vocab_qwen2.gguf and vocab_gpt_4o.gguf; must not know the product's tokenizer. The
+files hold what a tokenizer can get wrong and SmolLM2's own vocabulary does not: other split expressions, control and
 user-defined tokens, one a prefix of another, whole words that no merge reaches, and two ways of saying whether a BOS
-token is added (no key, which means true for `llama-bpe`; false). Harmony's `<|start|>`, `<|message|>` and
-`<|channel|>` are in no vocabulary: llama.cpp turns control tokens of these names into user-defined ones, which plain
-text then forms, and goldens must not ask for that.
+token is added (no key, which means true for `llama-bpe`; false). Harmony's `<|start|>`, `<|message|>`, `<|channel|>`
+and `<|end|>` (beside `<|call|>`) are in no vocabulary: llama.cpp turns control tokens of these names into user-defined
+ones, which plain text then forms, and goldens must not ask for that.
 
     python tests/goldens/make_vocabs.py --out-dir tests/data
 """
@@ -26,6 +26,12 @@ LLAMA_BPE_SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_SPLIT = LLAMA_BPE_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+# What the tokenizer.json of the o200k family declares; llama.cpp rewrites it for its own expression engine.
+GPT_4O_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 # No merge list produces this word: only a vocabulary that ignores merges for whole words finds it.
 UNREACHABLE_WORDS = ("lamination", "\u0120lamination")
@@ -74,6 +80,18 @@ DESIGNS = (
         bos="<|endoftext|>",
         eos="<|im_end|>",
         add_bos=False,
+    ),
+    VocabDesign(
+        file_name="vocab_gpt_4o.gguf",
+        architecture="gpt-oss",
+        pre="gpt-4o",
+        split=GPT_4O_SPLIT,
+        num_trained=1150,
+        control=("<|startoftext|>", "<|endoftext|>", "<|return|>", "<|call|>"),
+        user_defined=("<|reserved_200013|>",),
+        bos="<|startoftext|>",
+        eos="<|return|>",
+        add_bos=None,
     ),
 )  # fmt: skip
 

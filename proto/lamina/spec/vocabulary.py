@@ -34,6 +34,8 @@ _FILL_IN_NAMES = frozenset((
 # llama.cpp makes these user-defined so that they are printed. Here they are printed too, but stay control tokens: text
 # of a user must not be able to open a channel or a message of its own.
 _PRINTED_CONTROL_NAMES = frozenset(("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"))
+# In harmony, which has all three, the last ends a message of several; llama.cpp has the same rule.
+_HARMONY_NAMES = ("<|return|>", "<|call|>", "<|end|>")
 
 
 class TokenKind(IntEnum):
@@ -129,7 +131,8 @@ def read_vocabulary(metadata: Mapping[str, object], where: str) -> Vocabulary:
         bos_id=_special_id(metadata, "bos", len(texts), where),
         eos_id=_special_id(metadata, "eos", len(texts), where),
         eos_ids=_end_ids(metadata, id_of, where),
-        hidden_ids=frozenset(hidden - {id_of[name] for name in _PRINTED_CONTROL_NAMES if name in id_of}),
+        hidden_ids=frozenset(hidden - {id_of[name] for name in _PRINTED_CONTROL_NAMES if name in id_of})
+        - _message_ends(id_of),
     )
 
 
@@ -196,4 +199,9 @@ def _end_ids(metadata: Mapping[str, object], id_of: Mapping[str, int], where: st
         declared = _special_id(metadata, key, len(id_of), where)
         named = (id_of[name] for name in names if name in id_of)
         ends.add(declared if declared is not None else next(named, None))
-    return frozenset(token for token in ends if token is not None)
+    return frozenset(token for token in ends if token is not None) - _message_ends(id_of)
+
+
+def _message_ends(id_of: Mapping[str, int]) -> frozenset[int]:
+    """Harmony's token that ends a message and not the generation; like the other marks of a message it is printed."""
+    return frozenset({id_of[_HARMONY_NAMES[-1]]} if all(name in id_of for name in _HARMONY_NAMES) else ())

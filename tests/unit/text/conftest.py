@@ -32,7 +32,7 @@ def vocab_tokenizers(smollm2: Tokenizer) -> dict[str, Tokenizer]:
     data = Path(__file__).resolve().parents[2] / "data"
     small = {
         name: Tokenizer.from_metadata(read_gguf(data / f"{name}.gguf").metadata, name)
-        for name in ("vocab_llama_bpe", "vocab_qwen2")
+        for name in ("vocab_llama_bpe", "vocab_qwen2", "vocab_gpt_4o")
     }
     return {"smollm2": smollm2, **small}
 

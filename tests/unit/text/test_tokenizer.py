@@ -27,8 +27,8 @@ def test_another_model_or_pre_tokenizer_is_refused_by_name(make_metadata: MakeMe
     """The message says what was found and what would do."""
     with pytest.raises(UnsupportedModel, match=r"f\.gguf: tokenizer model 'llama' .* supported: gpt2"):
         Tokenizer.from_metadata(make_metadata(model="llama"), "f.gguf")
-    with pytest.raises(UnsupportedModel, match=r"f\.gguf: pre-tokenizer 'gpt-4o' .*smollm, llama-bpe.*qwen2"):
-        Tokenizer.from_metadata(make_metadata(pre="gpt-4o"), "f.gguf")
+    with pytest.raises(UnsupportedModel, match=r"f\.gguf: pre-tokenizer 'tekken' .*smollm, llama-bpe.*qwen2.*gpt-4o"):
+        Tokenizer.from_metadata(make_metadata(pre="tekken"), "f.gguf")
 
 
 @pytest.mark.parametrize(
@@ -226,3 +226,15 @@ def test_construction_is_quick(smollm2_metadata: Mapping[str, object]) -> None:
     tokenizer = Tokenizer.from_metadata(smollm2_metadata, "SmolLM2")
     assert time.process_time() - start < 2.5
     assert tokenizer.vocab_size == 49152
+
+
+@pytest.mark.parametrize(
+    ("names", "ends"), [(("<|return|>", "<|end|>"), 2), (("<|return|>", "<|call|>", "<|end|>"), 2)]
+)
+def test_the_end_of_a_harmony_message_is_not_the_end_of_the_answer(
+    make_tokenizer: MakeTokenizer, names: tuple[str, ...], ends: int
+) -> None:
+    """llama.cpp's rule: beside <|return|> and <|call|>, <|end|> goes on, printed; elsewhere it ends."""
+    tokenizer = make_tokenizer(control=names)
+    found = {tokenizer.vocabulary.texts[token] for token in tokenizer.eos_ids}
+    assert found == set(names[:ends])

@@ -1,4 +1,4 @@
-"""Token ids equal llama.cpp's on awkward texts, for three vocabularies with three pre-tokenizers."""
+"""Token ids equal llama.cpp's on awkward texts, for four vocabularies with four pre-tokenizers."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ CASES = [(vocab, name) for vocab, golden in GOLDENS["vocabs"].items() for name i
 
 def test_goldens_cover_every_vocabulary() -> None:
     """A golden file without cases would let the tests below pass."""
-    assert {vocab for vocab, _ in CASES} == {"smollm2", "vocab_llama_bpe", "vocab_qwen2"}
-    assert len(CASES) >= 3 * 60
+    assert {vocab for vocab, _ in CASES} == {"smollm2", "vocab_gpt_4o", "vocab_llama_bpe", "vocab_qwen2"}
+    assert len(CASES) >= 4 * 60
 
 
 @pytest.mark.parametrize(("vocab", "name"), CASES)
@@ -45,6 +45,11 @@ def test_bos_equals_llama_cpp(vocab_tokenizers: dict[str, Tokenizer], vocab: str
 
 
 def test_end_tokens_equal_llama_cpp(vocab_tokenizers: dict[str, Tokenizer]) -> None:
-    """What llama.cpp's llama_vocab_is_eog says of every id of the three files (release of 2026-10-01)."""
+    """What llama.cpp's llama_vocab_is_eog says of every id of the four files (release of 2026-10-01)."""
     ends = {name: sorted(tokenizer.eos_ids) for name, tokenizer in vocab_tokenizers.items()}
-    assert ends == {"smollm2": [0, 2, 4], "vocab_llama_bpe": [1203, 1206, 1207, 1208], "vocab_qwen2": [1102, 1104]}
+    assert ends == {
+        "smollm2": [0, 2, 4],
+        "vocab_llama_bpe": [1203, 1206, 1207, 1208],
+        "vocab_qwen2": [1102, 1104],
+        "vocab_gpt_4o": [1153, 1154, 1155],
+    }

@@ -45,6 +45,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+# llama.cpp's stand-ins for upper and lower case: letters outside ASCII are both
+_NOT_LOWER, _NOT_UPPER = r"(?=\p{L})[^a-z]", r"(?=\p{L})[^A-Z]"
 _SIGNS_AND_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 PRE_TOKENIZERS = (
@@ -63,6 +65,16 @@ PRE_TOKENIZERS = (
     PreTokenizer(
         names=("qwen2", "deepseek-r1-qwen", "megrez"),
         splits=(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_SIGNS_AND_SPACES}",),
+        ignore_merges=False,
+        adds_bos=False,
+    ),
+    PreTokenizer(
+        names=("gpt-4o", "llama4", "kanana2"),
+        splits=(
+            rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_NOT_LOWER})*(?:{_NOT_UPPER})+{_CONTRACTIONS}?"
+            rf"|[^\r\n\p{{L}}\p{{N}}]?(?:{_NOT_LOWER})+(?:{_NOT_UPPER})*{_CONTRACTIONS}?"
+            rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ),
         ignore_merges=False,
         adds_bos=False,
     ),
