@@ -89,8 +89,9 @@ def _device(health: DeviceHealth | None) -> dict[str, Any]:
     ("health", "said"),
     [
         (None, ("-",)),
-        (HEALTH, ("gen 3 x4 of gen 4 x16", "62 °C, 118 W, 1800 MHz")),
-        (DeviceHealth(4, 16, 4, 16, 40.0, 30.0, 210, 405, 0.0), ("gen 4 x16", "40 °C, 30 W, 210 MHz")),
+        (HEALTH, ("62 °C, 118 W, 1800 MHz, PCIe 3 x4 of 4 x16",)),
+        (DeviceHealth(4, 16, 4, 16, 40.0, 30.0, 210, 405, 0.0), ("40 °C, 30 W, 210 MHz, PCIe 4 x16",)),
+        (DeviceHealth(temperature_c=40.0), ("40 °C, 0 W, 0 MHz",)),
     ],
 )
 def test_the_table_of_devices(

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from lamina.coordinator.cli.client import ServerClient
 
@@ -36,7 +36,8 @@ def show_devices(client: ServerClient, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(workers, indent=2))
         return
-    table = Table("worker", "address", "up", "device", "name", "free", "total", "kernels", "threads", "link", "state")
+    table = Table("worker", Column("address", no_wrap=True), "up", "device", "name", "free", "total", "kernels")
+    table.add_column("card or threads")
     for worker in workers:
         for device in worker["devices"]:
             table.add_row(
@@ -48,27 +49,19 @@ def show_devices(client: ServerClient, *, as_json: bool) -> None:
                 f"{device['free_bytes'] / _MIB:.0f} MiB",
                 f"{device['total_bytes'] / _MIB:.0f} MiB",
                 device["kernel"],
-                str(device["threads"] or "-"),
-                _link(device["health"]),
-                _state(device["health"]),
+                _card(device["health"]) if device["health"] else str(device["threads"] or "-"),
             )
     Console(width=_WIDTH).print(table)
 
 
-def _link(health: dict[str, float] | None) -> str:
-    """The PCIe link as it is, and what it could be where that is more."""
-    if health is None or not health["pcie_generation"]:
-        return "-"
-    now = f"gen {health['pcie_generation']:.0f} x{health['pcie_width']:.0f}"
-    could_be = f"gen {health['max_pcie_generation']:.0f} x{health['max_pcie_width']:.0f}"
-    return now if now == could_be else f"{now} of {could_be}"
-
-
-def _state(health: dict[str, float] | None) -> str:
-    """Temperature, power, clock."""
-    if health is None:
-        return "-"
-    return f"{health['temperature_c']:.0f} °C, {health['power_w']:.0f} W, {health['clock_mhz']:.0f} MHz"
+def _card(health: dict[str, float]) -> str:
+    """Temperature, power, clock, and the PCIe link as it is, with what it could be where that is more."""
+    state = f"{health['temperature_c']:.0f} °C, {health['power_w']:.0f} W, {health['clock_mhz']:.0f} MHz"
+    if not health["pcie_generation"]:
+        return state
+    now = f"PCIe {health['pcie_generation']:.0f} x{health['pcie_width']:.0f}"
+    could_be = f"{health['max_pcie_generation']:.0f} x{health['max_pcie_width']:.0f}"
+    return f"{state}, {now if now == f'PCIe {could_be}' else f'{now} of {could_be}'}"
 
 
 def _graphs(graphs: dict[str, Any]) -> str:
