@@ -5,10 +5,11 @@ plans never change; a sequence appears at most once in a step; blocks are releas
 names them is done; a `SeqId` is never reused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar, cast
 
 from lamina.spec.errors import InvalidPlan
 from lamina.spec.ids import BlockId, Epoch, SeqId, StepId
@@ -18,8 +19,16 @@ BLOCK_TOKENS = 16  # tokens per KV block on every stage
 MAX_RUN_AHEAD = 64  # steps that may be issued and not done; bounds what a stage holds back
 
 
+Part = TypeVar("Part", bound=tuple[object, ...])
+
+
 # The parts of a slice and of an answer are NamedTuples, not dataclasses: a step of 64 is built in Python while tokens
 # wait, and a frozen dataclass costs three times as much to make.
+def from_tuple(kind: type[Part]) -> Callable[[tuple[object, ...]], Part]:
+    """Makes a NamedTuple of all its fields in order, twice as fast as its own constructor, which is Python code."""
+    return cast(Callable[[tuple[object, ...]], Part], partial(tuple.__new__, kind))
+
+
 class Tokens(NamedTuple):
     """Input known when the step is planned."""
 

@@ -1,7 +1,8 @@
 """Step contract <-> messages. Columns on the wire (see step.proto), slices in memory; a malformed message raises."""
 
 import math
-from itertools import chain
+from collections.abc import Iterable
+from itertools import chain, repeat
 from typing import cast
 
 from lamina.spec.errors import InvalidPlan
@@ -21,6 +22,7 @@ from lamina.spec.step import (
     StepDone,
     StepPlan,
     Tokens,
+    from_tuple,
 )
 from lamina.v1 import step_pb2 as pb
 
@@ -31,6 +33,7 @@ _FINISH = {
 }
 _REASON: dict[int, FinishReason | None] = {code: reason for reason, code in _FINISH.items()}
 _REASON[pb.FINISH_REASON_UNSPECIFIED] = None
+_NO_DETAILS = (repeat(None), repeat(()), repeat(None), repeat(""))  # what SampledToken has by default
 
 
 def plan_to_message(plan: StepPlan) -> pb.StepPlan:
@@ -89,7 +92,7 @@ def plan_from_message(message: pb.StepPlan, num_groups: int) -> StepPlan:
         raise InvalidPlan(f"{where}: {len(ids)} token ids and {len(blocks)} blocks do not match the slices")
     inputs = _inputs(counts, ids, from_step, from_row)
     new_blocks = _new_blocks(block_counts, blocks, len(seqs), num_groups)
-    slices = tuple(map(SeqSlice, seqs, positions, counts, inputs, new_blocks, wanted))
+    slices = tuple(map(from_tuple(SeqSlice), zip(seqs, positions, counts, inputs, new_blocks, wanted, strict=True)))
     copies = list(message.block_copies)
     block_copies = tuple(
         BlockCopy(copies[i], BlockId(copies[i + 1]), BlockId(copies[i + 2])) for i in range(0, len(copies), 3)
@@ -164,11 +167,10 @@ def done_from_message(message: pb.StepDone) -> StepDone:
         raise InvalidPlan(f"answer to step {message.step}: columns of unequal length")
     if unknown := set(codes) - _REASON.keys():
         raise InvalidPlan(f"answer to step {message.step}: finish reason {min(unknown)} is unknown")
+    details: Iterable[Iterable[object]] = _NO_DETAILS
     if num_logprobs or any(codes):
-        details = _details(message, [_REASON[code] for code in codes])
-        tokens = tuple(map(SampledToken, seqs, positions, ids, *zip(*details, strict=True)))
-    else:
-        tokens = tuple(map(SampledToken, seqs, positions, ids))
+        details = zip(*_details(message, [_REASON[code] for code in codes]), strict=True)
+    tokens = tuple(map(from_tuple(SampledToken), zip(seqs, positions, ids, *details, strict=False)))
     return StepDone(Epoch(message.epoch), StepId(message.step), tokens, message.needs_relay, tuple(message.scores))
 
 

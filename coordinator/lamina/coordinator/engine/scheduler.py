@@ -37,6 +37,7 @@ from lamina.spec.step import (
     StepDone,
     StepPlan,
     Tokens,
+    from_tuple,
 )
 
 FIRST_EPOCH = Epoch(0)
@@ -148,7 +149,7 @@ class Scheduler:
             raise InvalidPlan(f"answer to step {step}, expected that of step {self._done_step + 1}")
         self._done_step = step
         events = []
-        by_seq = self._by_seq
+        by_seq, new_event = self._by_seq, from_tuple(TokenEvent)
         for seq_id, at, token, logprob, top, finish, error in done.tokens:
             seq = by_seq.get(seq_id)
             if seq is None:
@@ -170,7 +171,7 @@ class Scheduler:
                     self._ledger.prove(seq)
             else:
                 self._ledger.distrust(seq)
-            events.append(TokenEvent(record.request_id, token, logprob, top, finish, error))
+            events.append(new_event((record.request_id, token, logprob, top, finish, error)))
             if finish is not None:
                 record.finished_s = now
                 self._end(seq)
@@ -227,14 +228,9 @@ class Scheduler:
         return self._ledger.usage_ratio
 
     @property
-    def num_blocks_by_state(self) -> dict[str, int]:
-        """Used, cached and free KV blocks: all there are."""
-        return self._ledger.num_by_state
-
-    @property
-    def num_promised_blocks(self) -> int:
-        """Of those not used, the ones set aside for admitted requests; 0 when nothing runs."""
-        return self._ledger.num_promised
+    def ledger(self) -> KvLedger:
+        """Who has which blocks, to be read only."""
+        return self._ledger
 
     # -- planning
 
@@ -242,6 +238,7 @@ class Scheduler:
         """Add at most `share` slices of one token each, of the first candidates that may go on."""
         room = min(share, batch.rows_left, batch.seqs_left, batch.logits_left)
         step, slices, no_blocks, decode = batch.step, batch.slices, self._no_blocks, Phase.DECODE
+        new_slice, new_sample = from_tuple(SeqSlice), from_tuple(FromSample)
         row, running = 0, self._running
         move_to_end = running.decoding.move_to_end  # the order of last_step
         for seq in candidates:
@@ -255,8 +252,8 @@ class Scheduler:
                 if not self._find_block(seq):
                     continue
                 blocks = seq.take_new_blocks()
-            source = FromSample(seq.last_step, seq.last_row) if ahead else Tokens((seq.tokens[pos],))
-            slices.append(SeqSlice(seq.id, pos, 1, source, blocks, True))
+            source = new_sample((seq.last_step, seq.last_row)) if ahead else Tokens((seq.tokens[pos],))
+            slices.append(new_slice((seq.id, pos, 1, source, blocks, True)))
             seq.last_step, seq.last_row = step, row
             seq.num_ahead = ahead + 1
             seq.pos = pos = pos + 1

@@ -164,13 +164,13 @@ class Metrics:
             blocks = GaugeMetricFamily(
                 "lamina_kv_cache_blocks", "KV blocks: used by sequences, cached prefixes, free.", labels=["state"]
             )
-            for state, count in scheduler.num_blocks_by_state.items():
+            for state, count in scheduler.ledger.num_by_state.items():
                 blocks.add_metric([state], count)
             yield blocks
             yield GaugeMetricFamily(
                 "lamina_kv_cache_promised_blocks",
                 "KV blocks, cached or free, set aside for admitted requests.",
-                scheduler.num_promised_blocks,
+                scheduler.ledger.num_promised,
             )
         preemptions, queries, hits = self._totals()
         yield CounterMetricFamily("lamina_num_preemptions", "Sequences preempted for want of blocks.", preemptions)
