@@ -35,16 +35,20 @@ class InProcess:
         self._next_step = 0
         self._next_seq = 0
 
-    def load(self, model: str, threads: int, device: str = "cpu", kv_dtype: str = "f16") -> dict[str, object]:
-        """Read the file and allocate the caches."""
+    def load(
+        self, model: str, threads: int, device: str = "cpu", kv_dtype: str = "f16", cache_tokens: int = _CACHE_TOKENS
+    ) -> dict[str, object]:
+        """Read the file and allocate the caches. An earlier model is given back."""
+        if self._stage is not None:
+            self._stage.free()
         file = read_gguf(Path(model))
         spec = model_spec(file, model_digest(file))
         backend = create_backend(device, threads=threads)
         backend.bind_to_thread()
-        settings = StageSettings(max_context=min(_CACHE_TOKENS, spec.context_length), kv_dtype=kv_dtype)
+        settings = StageSettings(max_context=min(cache_tokens, spec.context_length), kv_dtype=kv_dtype)
         stage = Stage(backend, spec, LayerRange(0, spec.num_layers), settings)
         stage.load(file.tensors, lambda _: None)
-        num_blocks = _CACHE_TOKENS // BLOCK_TOKENS
+        num_blocks = cache_tokens // BLOCK_TOKENS
         stage.allocate_cache((num_blocks,) * len(spec.cache_groups))
         self._num_groups = len(spec.cache_groups)
         self._num_blocks = num_blocks
@@ -71,6 +75,22 @@ class InProcess:
         for pos in range(depth, depth + num_tokens):
             token = self._step([(seq, pos, [token])])[0]
         return num_tokens / (time.perf_counter() - start)
+
+    def step_at(self, depth: int, num_rows: int, num_steps: int) -> float:
+        """Seconds of a step of `num_rows` tokens at positions from `depth` on: the least of `num_steps`.
+
+        What lies before is never computed: the cache holds what it was allocated with. The same bytes are read and the
+        same numbers added, without a prompt to wait for.
+        """
+        times = []
+        for step in range(num_steps):
+            self._reset()
+            ids = random_ids(num_rows, step)
+            seq = self._add()
+            start = time.perf_counter()
+            self._step([(seq, depth, ids)], num_before=depth)
+            times.append(time.perf_counter() - start)
+        return min(times)
 
     def streams(self, num_streams: int, num_tokens: int, salt: int) -> float:
         """Tokens per second in all, of `num_streams` sequences that decode in the same steps."""
@@ -107,11 +127,14 @@ class InProcess:
             tokens = self._step([(seq, start, chunk)], want_logits=start + len(chunk) == len(ids))
         return tokens[0]
 
-    def _step(self, pieces: Sequence[tuple[SeqId, int, Sequence[int]]], *, want_logits: bool = True) -> list[int]:
+    def _step(
+        self, pieces: Sequence[tuple[SeqId, int, Sequence[int]]], *, want_logits: bool = True, num_before: int = 0
+    ) -> list[int]:
+        """`num_before`: tokens before the first slices' that have no blocks yet."""
         slices = []
         for seq, pos, ids in pieces:
             end = pos + len(ids)
-            num_new = -(-end // BLOCK_TOKENS) - -(-pos // BLOCK_TOKENS)
+            num_new = -(-end // BLOCK_TOKENS) - -(-(pos - num_before) // BLOCK_TOKENS)
             blocks = tuple(self._free_blocks.pop() for _ in range(num_new))
             new_blocks = (blocks,) * self._num_groups
             slices.append(SeqSlice(seq, pos, len(ids), Tokens(tuple(ids)), new_blocks, want_logits))
@@ -125,7 +148,7 @@ class InProcess:
 def main() -> None:
     """A contestant."""
     model = InProcess()
-    serve_commands({name: getattr(model, name) for name in ("load", "prefill", "decode", "streams")})
+    serve_commands({name: getattr(model, name) for name in ("load", "prefill", "decode", "step_at", "streams")})
 
 
 if __name__ == "__main__":
