@@ -264,7 +264,7 @@ class Stage:
         elif not len(values):  # handed over
             result = StageResult(ready, None, None, 0)
         else:
-            hidden = values.astype(np.float32)
+            hidden = launched.outcome.transfers.keep(values).astype(np.float32, copy=False)
             num_bad = int(np.count_nonzero(~np.isfinite(hidden.sum(axis=1))))
             result = StageResult(ready, hidden, None, num_bad)
         self._meter.count(launched.start_s, ready.plan)

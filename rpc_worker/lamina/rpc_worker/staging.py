@@ -68,6 +68,10 @@ class StepTransfers:
             self._backend.download_async(buffer, host)
         return host
 
+    def keep(self, values: Array) -> Array:
+        """What `download` gave, for longer than the slot's."""
+        return values.copy() if self._is_async else values
+
     def close(self) -> None:
         """Everything of this step has been launched."""
         if self._event is not None:
