@@ -99,12 +99,13 @@ DEVICE float gated(float gate, float up, int kind) {
         const float inner = 0.7978845608028654f * gate * (1.f + 0.044715f * gate * gate);
         return 0.5f * gate * (1.f + tanhf(inner)) * up;
     }
-    if (kind == SWIGLU_CLAMPED) {
-        gate = gate > 7.f ? 7.f : gate;  // NaN stays NaN
-        up = up > 7.f ? 7.f : up < -7.f ? -7.f : up;
-        return gate / (1.f + expf(-1.702f * gate)) * (up + 1.f);
+    float slope = 1.f;
+    if (kind == SWIGLU_CLAMPED) {  // NaN stays NaN
+        gate = gate > 7.f ? 7.f : gate;
+        up = (up > 7.f ? 7.f : up < -7.f ? -7.f : up) + 1.f;
+        slope = 1.702f;
     }
-    return gate / (1.f + expf(-gate)) * up;
+    return gate / (1.f + expf(-slope * gate)) * up;
 }
 
 constexpr u64 ANY_NAN = ~0ull;

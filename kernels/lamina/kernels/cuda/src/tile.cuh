@@ -63,8 +63,8 @@ struct Fragment<KV_Q8> {
 struct Queries {
     uint4 eights[16][KEY_WIDTH / 8 + 1];
 
-    // `count` queries from first_query on of KV head `head`; each of num_threads threads does its share, UNROLL quads of
-    // a query at a time. Those beyond `count` stay as they are: nobody looks at what comes of them.
+    // `count` queries from first_query on of KV head `head`; each of num_threads threads does its share, UNROLL quads
+    // of a query at a time. Those beyond `count` stay as they are: nobody looks at what comes of them.
     template <int UNROLL>
     DEVICE void load(const Attention& p, int first_row, int first_query, int count, int head, int thread,
                      int num_threads) {
