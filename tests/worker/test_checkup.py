@@ -32,6 +32,7 @@ FEW_TYPES = (GgmlType.F16, GgmlType.Q4_K)
 @pytest.fixture
 def few_types(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "PROBE_TYPES", FEW_TYPES)
+    monkeypatch.setattr(self_test, "EXPERT_TYPES", (GgmlType.Q4_K,))
 
 
 class CorruptedBackend(ReferenceBackend):
@@ -71,7 +72,7 @@ def test_good_devices_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert show_findings(run_self_test(devices, None), as_json=True) == 0
     findings = json.loads(capsys.readouterr().out)
     assert [(f["device"], f["model"]) for f in findings] == [
-        (name, f"random {kind.name}") for name in devices for kind in FEW_TYPES
+        (name, f"random {kind}") for name in devices for kind in ("F16", "Q4_K", "Q4_K experts")
     ]
     for finding in findings:
         assert finding["ok"]
@@ -82,6 +83,7 @@ def test_good_devices_pass(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_emulated_card_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "PROBE_TYPES", (GgmlType.Q4_K,))
+    monkeypatch.setattr(self_test, "EXPERT_TYPES", ())
     (finding,) = run_self_test({"cuda": lambda: CudaBackend(device=EmulatedDevice((8, 9)))}, None)
     assert finding.ok
     assert finding.kernel.startswith("int8 tensor cores")
@@ -94,6 +96,7 @@ def test_a_corrupted_layer_fails(
 ) -> None:
     """A-09: any of the model's matrices; the other devices are tried all the same, and the exit code says it."""
     monkeypatch.setattr(self_test, "PROBE_TYPES", (GgmlType.F16,))
+    monkeypatch.setattr(self_test, "EXPERT_TYPES", ())
     devices: dict[str, Callable[[], Backend]] = {
         "bad": partial(CorruptedBackend, corrupted),
         "none": _unavailable,
@@ -184,7 +187,7 @@ def test_the_commands(
 ) -> None:
     """Exit codes 0, 1 for a device that fails, 2 for a user's mistake; --json is JSON."""
     assert _run(monkeypatch, "--self-test", "--device", "reference") == 0
-    assert "2 of 2 ok" in capsys.readouterr().out
+    assert "3 of 3 ok" in capsys.readouterr().out
     assert _run(monkeypatch, "--self-test", "--device", "mock") == 1  # it computes nothing
     capsys.readouterr()
     path = write_tiny_llama(tmp_path / "m.gguf", matrix_type=GGMLQuantizationType.Q4_0, hidden=64, ff=96)

@@ -39,10 +39,16 @@ _QUANTISED = (
     GgmlType.MXFP4,
 )
 PROBE_TYPES: tuple[GgmlType, ...] = (*_QUANTISED, *_SCALES)
+EXPERT_TYPES: tuple[GgmlType, ...] = (GgmlType.F16, GgmlType.MXFP4, GgmlType.Q4_K)
+# Every token takes all of them: which of two nearly equal ones is chosen may depend on a device's rounding.
+_NUM_EXPERTS = 4
 
 
-def write_probe_model(path: Path, kind: GgmlType) -> None:
-    """Write the model with all matrices of this type, one of PROBE_TYPES; the same file every time."""
+def write_probe_model(path: Path, kind: GgmlType, *, experts: bool = False) -> None:
+    """Write the model with all matrices of this type, one of PROBE_TYPES; the same file every time.
+
+    With `experts` the layer is a mixture of them.
+    """
     rng = np.random.default_rng(kind.value)
     writer = GGUFWriter(str(path), "llama")
     writer.add_name(f"random {kind.name}")
@@ -56,6 +62,14 @@ def write_probe_model(path: Path, kind: GgmlType) -> None:
     writer.add_rope_dimension_count(_HEAD_DIM)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(VOCAB)
+    if experts:
+        writer.add_expert_count(_NUM_EXPERTS)
+        writer.add_expert_used_count(_NUM_EXPERTS)
+
+    def add_experts(name: str, rows: int, cols: int) -> None:
+        raw_type = GGMLQuantizationType(kind.value)
+        matrices = np.stack([random_matrix(kind, rows, cols, rng) for _ in range(_NUM_EXPERTS)])
+        writer.add_tensor(f"{name}.weight", matrices, raw_dtype=raw_type)
 
     def add_matrix(name: str, rows: int, cols: int) -> None:
         raw_type = GGMLQuantizationType(kind.value)
@@ -73,9 +87,13 @@ def write_probe_model(path: Path, kind: GgmlType) -> None:
         add_matrix(prefix + "attn_v", _KV_HEADS * _HEAD_DIM, HIDDEN)
         add_matrix(prefix + "attn_output", HIDDEN, _HEADS * _HEAD_DIM)
         add_norm(prefix + "ffn_norm")
-        add_matrix(prefix + "ffn_gate", FF, HIDDEN)
-        add_matrix(prefix + "ffn_up", FF, HIDDEN)
-        add_matrix(prefix + "ffn_down", HIDDEN, FF)
+        if experts:
+            router = rng.normal(0.0, _RMS, (_NUM_EXPERTS, HIDDEN)).astype(np.float32)
+            writer.add_tensor(prefix + "ffn_gate_inp.weight", router)
+        add, more = (add_experts, "_exps") if experts else (add_matrix, "")
+        add(f"{prefix}ffn_gate{more}", FF, HIDDEN)
+        add(f"{prefix}ffn_up{more}", FF, HIDDEN)
+        add(f"{prefix}ffn_down{more}", HIDDEN, FF)
     add_norm("output_norm")
     add_matrix("output", VOCAB, HIDDEN)
     writer.write_header_to_file()

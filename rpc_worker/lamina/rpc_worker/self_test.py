@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lamina.kernels.backend import Backend
 from lamina.kernels.reference import ReferenceBackend
 from lamina.rpc_worker.models import OpenedModel, open_model
-from lamina.rpc_worker.probe_model import PROBE_TYPES, write_probe_model
+from lamina.rpc_worker.probe_model import EXPERT_TYPES, PROBE_TYPES, write_probe_model
 from lamina.rpc_worker.stage import Stage
 from lamina.rpc_worker.step_queue import ReadyStep
 from lamina.spec.digest import model_digest
@@ -89,13 +89,16 @@ def _trials(model_path: Path | None, folder: Path) -> Iterator[_Trial]:
         return
     for kind in PROBE_TYPES:
         yield _probe_trial(kind, folder)
+    for kind in EXPERT_TYPES:
+        yield _probe_trial(kind, folder, experts=True)
 
 
-def _probe_trial(kind: GgmlType, folder: Path) -> _Trial:
-    path = folder / f"{kind.name}.gguf"
-    write_probe_model(path, kind)
+def _probe_trial(kind: GgmlType, folder: Path, *, experts: bool = False) -> _Trial:
+    name = f"random {kind.name}{' experts' if experts else ''}"
+    path = folder / f"{name}.gguf"
+    write_probe_model(path, kind, experts=experts)
     model = open_model(path, model_digest(read_gguf(path)))
-    return _trial(f"random {kind.name}", model, model.spec.all_layers, TOLERANCE_PROBE)
+    return _trial(name, model, model.spec.all_layers, TOLERANCE_PROBE)
 
 
 def _trial(name: str, model: OpenedModel, layers: LayerRange, tolerance: float) -> _Trial:
