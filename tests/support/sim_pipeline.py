@@ -97,7 +97,7 @@ class SimPipeline:
         plan = issue.plan
         assert plan.epoch == self.epoch
         assert plan.step == len(self.plans), "steps ascend from 0"
-        assert plan.step - self.num_answered < min(max(2, 2 * self.config.num_stages), MAX_RUN_AHEAD)
+        assert plan.step - self.num_answered < self.config.max_outstanding <= MAX_RUN_AHEAD
         assert plan.num_rows <= self.config.max_rows
         assert len(plan.slices) <= self.config.max_seqs
         assert plan.num_logit_rows <= self.config.max_logit_rows

@@ -78,6 +78,9 @@ class Session:
 
 # What a device needs in one step to compute at its full rate (docs/performance.md).
 _MIN_CHUNK_TOKENS = defaultdict(lambda: 32, cuda=512)
+# Steps of one sequence under way. A GPU has two, and the answer to the third takes as long to come back as a small
+# model's step; each costs a row once the sequence has ended, which is dear on a CPU only.
+_RUN_AHEAD = defaultdict(lambda: 2, cuda=3)
 
 Report = Callable[[LoadProgress | StageLoaded], None]
 
@@ -225,5 +228,6 @@ def _scheduler_config(settings: SessionSettings, stages: Sequence[StagePlan], pi
         max_context=settings.stage.max_context,
         num_blocks=pipeline.num_blocks,
         min_chunk_tokens=max(_MIN_CHUNK_TOKENS[stage.device.kind] for stage in stages),
+        run_ahead=min(_RUN_AHEAD[stage.device.kind] for stage in stages),
         **asdict(settings.scheduling),
     )

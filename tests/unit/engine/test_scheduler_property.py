@@ -26,6 +26,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         policy=draw(st.sampled_from(["fcfs", "spf"])),
         prefix_caching=draw(st.sampled_from([True, True, False])),
         prefill_chunk_tokens=draw(st.integers(1, 64)),
+        run_ahead=draw(st.integers(1, 4)),
     )
 
 

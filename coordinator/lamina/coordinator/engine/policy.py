@@ -29,6 +29,7 @@ class SchedulerConfig:
     prefix_caching: bool = True
     prefill_chunk_tokens: int = 512  # of one sequence in one step, at most
     min_chunk_tokens: int = 32  # a prompt is not cut smaller than this for the sake of the pipeline
+    run_ahead: int = 2  # samples of one sequence that are planned and not known: one running, the others ahead
     max_waiting: int = 256
 
     def __post_init__(self) -> None:
@@ -41,7 +42,7 @@ class SchedulerConfig:
         limits = {name: getattr(self, name) for name in ("num_stages", "max_rows", "max_seqs", "max_logit_rows")}
         limits |= {
             name: getattr(self, name)
-            for name in ("max_context", "prefill_chunk_tokens", "min_chunk_tokens", "max_waiting")
+            for name in ("max_context", "prefill_chunk_tokens", "min_chunk_tokens", "run_ahead", "max_waiting")
         }
         limits["num_blocks"] = min(self.num_blocks)
         for name, value in limits.items():
@@ -51,7 +52,7 @@ class SchedulerConfig:
     @property
     def max_outstanding(self) -> int:
         """Steps that may be issued and not done: every stage runs one and has the next at hand."""
-        return min(max(2, 2 * self.num_stages), MAX_RUN_AHEAD)
+        return min(max(self.run_ahead, 2 * self.num_stages), MAX_RUN_AHEAD)
 
     @property
     def max_decodes(self) -> int:

@@ -42,7 +42,6 @@ from lamina.spec.step import (
 
 FIRST_EPOCH = Epoch(0)
 _ERROR = FinishReason.ERROR
-_MAX_AHEAD = 2  # samples of one sequence that are planned and not known: one running, one ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,13 +238,13 @@ class Scheduler:
         room = min(share, batch.rows_left, batch.seqs_left, batch.logits_left)
         step, slices, no_blocks, decode = batch.step, batch.slices, self._no_blocks, Phase.DECODE
         new_slice, new_sample = from_tuple(SeqSlice), from_tuple(FromSample)
-        row, running = 0, self._running
+        row, running, most_ahead = 0, self._running, self.config.run_ahead
         move_to_end = running.decoding.move_to_end  # the order of last_step
         for seq in candidates:
             if row == room:
                 break
             ahead, pos = seq.num_ahead, seq.pos
-            if ahead == _MAX_AHEAD or seq.phase is not decode:  # another phase: preempted for a block, just now
+            if ahead == most_ahead or seq.phase is not decode:  # another phase: preempted for a block, just now
                 continue
             blocks = no_blocks
             if pos == seq.room:
