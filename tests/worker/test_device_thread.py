@@ -2,8 +2,10 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from itertools import pairwise
 
 import pytest
 
@@ -90,5 +92,49 @@ def test_a_device_that_cannot_be_asked_is_as_it_was(caplog: pytest.LogCaptureFix
         async with running(Broken()) as device:
             assert (await device.facts()).free_bytes == 999
         assert "the device's memory could not be read" in caplog.text
+
+    asyncio.run(scene())
+
+
+class Watched:
+    """Launches something that is done after a few looks; tells when it was looked at."""
+
+    def __init__(self, num_looks: int, nap_s: float) -> None:
+        self.looks: list[float] = []
+        self._num_looks = num_looks
+        self._nap_s = nap_s
+
+    def advance(self) -> float | None:
+        self.looks.append(time.perf_counter())
+        return None if len(self.looks) > self._num_looks else self.looks[-1] + self._nap_s
+
+
+def test_launched_work_is_looked_at_when_it_is_due_until_it_is_done() -> None:
+    async def scene() -> None:
+        async with running(CountingBackend()) as device:
+            worker = Watched(num_looks=5, nap_s=0.002)
+            device.wake(worker)
+            async with asyncio.timeout(DEADLINE_S):
+                while len(worker.looks) < 6:
+                    await asyncio.sleep(0.001)
+            assert all(later - sooner >= 0.002 for sooner, later in pairwise(worker.looks))
+            await asyncio.sleep(0.02)
+            assert len(worker.looks) == 6, "nobody looks after that"
+
+    asyncio.run(scene())
+
+
+def test_whatever_comes_wakes_a_thread_that_waits_for_its_device() -> None:
+    """A plan that arrives while a step runs must not wait for the step's end."""
+
+    async def scene() -> None:
+        async with running(CountingBackend()) as device:
+            worker = Watched(num_looks=1, nap_s=3600)
+            device.wake(worker)
+            async with asyncio.timeout(DEADLINE_S):
+                assert await device.call(lambda: "at once") == "at once"
+                device.wake(worker)
+                while len(worker.looks) < 2:
+                    await asyncio.sleep(0.001)
 
     asyncio.run(scene())

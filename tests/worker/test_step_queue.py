@@ -364,3 +364,21 @@ def test_tokens_are_dropped_once_used() -> None:
         drain(queue)
     assert queue.next_step == 500
     assert held_tokens(queue) == 0
+
+
+def test_a_token_on_the_device_is_as_good_as_one_on_the_host() -> None:
+    """It is named by where it lies; when it comes to the host later it is not kept for anybody."""
+    queue = new_queue(takes_tokens=True)
+    queue.add_plan(plan(0, (1, 0, Tokens((7,))), (2, 0, Tokens((8,)))))
+    queue.add_plan(plan(1, (2, 1, FromSample(StepId(0), 1)), (3, 0, Tokens((9, 9))), (1, 1, FromSample(StepId(0), 0))))
+    drain(queue)
+    on_device = {(SeqId(1), 1): 0, (SeqId(2), 1): 1}
+    assert queue.pop_ready({(SeqId(1), 1): 0}) is None, "one is nowhere yet"
+    ready = queue.pop_ready(on_device)
+    assert ready is not None
+    assert ids([ready]) == [[-2, 9, 9, -1]]
+    queue.add_done(done(0, (1, 1, 50), (2, 1, 51)))
+    assert held_tokens(queue) == 0
+    queue.add_plan(plan(2, (1, 2, FromSample(StepId(1), 2))))
+    queue.add_done(done(1, (1, 2, 52)))
+    assert ids(drain(queue)) == [[52]]
