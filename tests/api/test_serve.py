@@ -43,6 +43,9 @@ def test_answers_while_nobody_is_there_then_serves_who_joins() -> None:
                 assert told[1] == late.address
                 shown = coordinator("status", "--url", cluster.url)
                 assert f"idle: worker late at {late.address} holds no layers" in shown.stdout
+                end = time.monotonic() + 20  # until the next look at the workers
+                while '"name": "late"' not in coordinator("devices", "--url", cluster.url, "--json").stdout:
+                    assert time.monotonic() < end
             talk = coordinator("chat", "--url", cluster.url, "--max-tokens", "4", stdin="Hi\n/reset\nHi\n")
             assert talk.returncode == 0, talk.stderr
             assert len(talk.stdout.strip().splitlines()) >= 2
