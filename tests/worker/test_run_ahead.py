@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType
 
-from lamina.kernels.cuda.backend import CudaBackend
+from lamina.kernels.cuda.backend import CudaBackend, open_device
 from lamina.kernels.cuda.device import Device
 from lamina.rpc_worker.device_thread import Worker
 from lamina.rpc_worker.stage import Stage, StageResult
@@ -147,9 +147,9 @@ NewBench = Callable[..., Bench]
 def new_bench(path: Path) -> Iterator[NewBench]:
     stages = []
 
-    def make(device: Device, cuts: tuple[int, ...] = ()) -> Bench:
+    def make(device: Device, cuts: tuple[int, ...] = (), *, waits: bool = False) -> Bench:
         backend = CudaBackend(device=device)
-        if not isinstance(device, DeferredDevice):
+        if waits or type(device) is EmulatedDevice:
             backend.capabilities = replace(backend.capabilities, asynchronous=False)
         file = read_gguf(path)
         spec = model_spec(file, model_digest(file))
@@ -254,6 +254,15 @@ def test_running_ahead_changes_no_answer(new_bench: NewBench, looks: int, kind: 
     assert finishes == [FinishReason.STOP, FinishReason.LENGTH]
     assert deferred.queue._tokens == waiting.queue._tokens, "of the last rows, which no step feeds on"
     assert not deferred.queue._fed_on_device
+
+
+@pytest.mark.gpu
+@CUTS
+@pytest.mark.parametrize("kind", ["greedy", "drawn", "mixed"])
+def test_running_ahead_on_a_card(new_bench: NewBench, cuts: tuple[int, ...], kind: str) -> None:
+    waiting, ahead = new_bench(open_device(0), waits=True), new_bench(open_device(0), cuts)
+    assert converse(ahead, scenes(kind), 24) == converse(waiting, scenes(kind), 24)
+    assert (waiting.most_launched, ahead.most_launched) == (0, 2)
 
 
 @pytest.mark.parametrize("kind", ["greedy", "drawn", "mixed"])
