@@ -93,7 +93,7 @@ def f32_context(path: Path) -> PeerContext:
         f32_path = Path(folder) / "f32.gguf"
         dequantise(path, f32_path)
         model = PeerModel(f32_path, vocab_only=False)  # mapped: outlives the folder's entry
-    return PeerContext(model, flash_attention=False, f32_cache=True)
+    return PeerContext(model, flash_attention=False, cache_type=llama_cpp.GGML_TYPE_F32)
 
 
 def measure_variants(model: PeerModel, runs: Sequence[GoldenRun], num_top: int) -> dict[str, dict[str, float]]:
@@ -102,7 +102,7 @@ def measure_variants(model: PeerModel, runs: Sequence[GoldenRun], num_top: int) 
         "again": ({}, False),
         "one_batch": ({}, True),
         "no_flash_attention": ({"flash_attention": False}, False),
-        "no_flash_attention_f32_cache": ({"flash_attention": False, "f32_cache": True}, False),
+        "no_flash_attention_f32_cache": ({"flash_attention": False, "cache_type": llama_cpp.GGML_TYPE_F32}, False),
     }
     results = {}
     for name, (options, one_batch) in settings.items():

@@ -95,16 +95,23 @@ class PeerContext:
     """One sequence on a PeerModel: feed tokens, read the logits of the last ones."""
 
     def __init__(
-        self, model: PeerModel, *, num_ctx: int = 2048, flash_attention: bool | None = None, f32_cache: bool = False
+        self,
+        model: PeerModel,
+        *,
+        num_ctx: int = 2048,
+        flash_attention: bool | None = None,
+        cache_type: int | None = None,
+        num_threads: int = 1,
     ) -> None:
+        """`cache_type`: a GGML_TYPE of keys and values; None is llama.cpp's default, f16."""
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = num_ctx
         params.n_batch = num_ctx
-        params.n_threads = params.n_threads_batch = 1
+        params.n_threads = params.n_threads_batch = num_threads
         if flash_attention is not None:
             params.flash_attn_type = int(flash_attention)
-        if f32_cache:
-            params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
+        if cache_type is not None:
+            params.type_k = params.type_v = cache_type
         self.num_tokens = model.num_tokens
         self.handle: Any = llama_cpp.llama_init_from_model(model.handle, params)
         if not self.handle:
