@@ -191,6 +191,7 @@ def test_capabilities_say_what_runs() -> None:
         graphs=True,
         events=True,
         pinned_memory=True,
+        asynchronous=True,
         kv_dtypes=frozenset({DType.F32, DType.F16, DType.BF16, DType.Q8_0}),
         compute_dtype="f32",
         compute_dtypes=("f32", "f16"),
