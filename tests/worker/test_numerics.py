@@ -1,14 +1,14 @@
 """In which dtype a stage multiplies, and what happens when f16 is too narrow (A-01, A-02, A-05 to A-08)."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lamina.kernels.backend import Unsupported
+from lamina.kernels.backend import Backend, Unsupported
 from lamina.kernels.buffer import Buffer, DType, StepShape
 from lamina.kernels.cuda.backend import CudaBackend
 from lamina.kernels.cuda.policy import compute_dtypes
@@ -17,12 +17,16 @@ from lamina.kernels.reference import ReferenceBackend
 from lamina.kernels.reference.storage import rows_of
 from lamina.rpc_worker.numerics import overflows_f16, resolve_compute
 from lamina.rpc_worker.stage import Stage
+from lamina.rpc_worker.step_queue import ReadyStep
 from lamina.spec.digest import model_digest
-from lamina.spec.errors import InvalidConfig
+from lamina.spec.errors import CapacityExceeded, InvalidConfig
 from lamina.spec.families import model_spec
 from lamina.spec.gguf import read_gguf
+from lamina.spec.ids import BlockId, Epoch, SeqId, StepId
 from lamina.spec.model import LayerRange
 from lamina.spec.placement import StageSettings
+from lamina.spec.sampling import SamplingParams
+from lamina.spec.step import BLOCK_TOKENS, AddSequence, FinishReason, SeqSlice, StepPlan, Tokens
 from support.backends import relative_error
 from support.cuda_emulated import EmulatedDevice
 from support.inprocess import InProcessModel
@@ -254,3 +258,38 @@ def test_a_device_refuses_what_it_cannot_compute_in() -> None:
     ):
         with pytest.raises(Unsupported, match=rf"computes in f.*, not in {dtype.value}"):
             backend.set_compute(dtype)
+
+
+@pytest.mark.parametrize("make_backend", [ReferenceBackend, lambda: CudaBackend(device=EmulatedDevice())])
+def test_who_shares_the_blocks_of_a_refused_step_ends_too(
+    plain: Path, make_backend: Callable[[], Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C-04, A-05: sequence 1 was planned, on the blocks of 0's prompt, before anybody knew that they would be empty."""
+    model = InProcessModel(plain, make_backend(), (), SETTINGS)
+    stage, shared = model.stages[0], (BlockId(0), BlockId(1))
+    prompt = tuple((PROMPT * 2)[: 2 * BLOCK_TOKENS])
+
+    def raise_full(*_: object) -> None:
+        raise CapacityExceeded("full")
+
+    def ready(step: int, seq: int, pos: int, blocks: tuple[BlockId, ...], *ids: int) -> ReadyStep:
+        piece = SeqSlice(SeqId(seq), pos, len(ids), Tokens(ids), (blocks,), len(ids) == 1)
+        return ReadyStep(StepPlan(Epoch(1), StepId(step), (piece,)), np.array(ids, np.int32), None)
+
+    stage.run(ready(0, 7, 0, shared, *reversed(prompt)))  # what the blocks held before
+    stage.remove_sequence(SeqId(7))
+    refused = ready(1, 0, 0, shared, *prompt)
+    with monkeypatch.context() as full:
+        full.setattr(stage._precision, "launch", raise_full)
+        with pytest.raises(CapacityExceeded) as raised:
+            stage.launch(refused)
+    stage.finish(stage.refuse(refused, raised.value))
+    for seq, step in ((1, 2), (2, 4)):
+        stage.add_sequence(AddSequence(SeqId(seq), SamplingParams(), (*prompt, 5), frozenset(), 100))
+        done = stage.run(ready(step, seq, len(prompt), (*shared, BlockId(2)), 5)).done
+        assert done is not None
+        assert (done.tokens[0].finish, done.tokens[0].error[:14]) == (
+            (FinishReason.ERROR, "NumericalError") if seq == 1 else (None, "")
+        )
+        stage.run(ready(step + 1, seq + 10, 0, shared, *prompt))  # computed again, by somebody else: all is well
+    model.free()

@@ -233,7 +233,8 @@ class Stage:
 
     def refuse(self, ready: ReadyStep, error: CapacityExceeded) -> LaunchedStep:
         """A step that the device had no memory for, because others have taken it since (C-04): its own sequences end,
-        with the error on the last stage, as not finite behind an earlier one. Raises it where scores are wanted."""
+        with the error on the last stage, as not finite behind an earlier one, and so do those that share the blocks
+        which it should have filled. Raises it where scores are wanted."""
         model, plan = self._loaded_model(), ready.plan
         if plan.num_scored:
             raise error
@@ -241,6 +242,7 @@ class Stage:
         facts = self._backend.device_facts()
         cause = f"{error} ({facts.free_bytes / 2**20:.1f} of {facts.total_bytes / 2**20:.1f} MiB are free there now)"
         _log.error("layers %s: step %d is refused: %s", self._layers, plan.step, cause)
+        model.spoil(self._located(plan))
         left = np.zeros(plan.num_logit_rows) if model.is_last else np.full((plan.num_rows, self._spec.hidden), np.nan)
         self._sampler.refuse((piece.seq for piece in plan.slices), f"CapacityExceeded: {cause}")
         return LaunchedStep(ready, model.nothing(left), time.perf_counter(), needs_logits=model.is_last)
@@ -352,6 +354,10 @@ class Stage:
         self._tables.apply(plan)
         for copy in plan.block_copies:
             pool.copy_block(copy.group, copy.source, copy.target)
+        return self._located(plan)
+
+    def _located(self, plan: StepPlan) -> StepArrays:
+        """The arrays of a plan that the tables follow already."""
         place = self._tables.locate(plan)
         last_rows = place.row_starts[1:] - 1
         if plan.num_scored:

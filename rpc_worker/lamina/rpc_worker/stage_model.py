@@ -118,6 +118,21 @@ class StageModel:
         """Where the last stage leaves the tokens of a step, until the next is launched."""
         return self._arena["best"]
 
+    def spoil(self, step: StepArrays) -> None:
+        """Leave NaN where a step that is not launched would have left keys and values: it shows in whatever reads them.
+
+        A block may be shared before it is filled (A-05).
+        """
+        b, qkv = self._backend, self._arena["qkv"]
+        self._next_slot()
+        self._slot.upload_staged(self._staged_values(step))
+        b.set_shape(step.shape)
+        b.upload(qkv, np.full((step.shape.num_rows, qkv.num_columns), np.nan, np.float32))
+        for layer, cache in zip(self._owned, self._caches, strict=True):
+            key, value = (qkv.columns(0, width) for width in (layer.attention.key_width, layer.attention.value_width))
+            ops.kv_write(b, key, value, self._arena[f"slots.{layer.cache_group}"], cache)
+        self._slot.close()
+
     def nothing(self, values: NDArray[np.generic]) -> Outcome:
         """Of a step that was not launched: these values in place of what it would have left."""
         return Outcome(values, self._slot)
