@@ -178,9 +178,27 @@ def test_nan_that_a_sequence_left_behind_is_read_by_nobody(computing: Bench, dty
     _skip_without(computing, dtype)
     paged = PagedSequences(computing, Heads(4, 2, 64, 64), [40, 20, 1], dtype)
     with np.errstate(invalid="ignore"):
-        paged.spoil(range(paged.num_blocks), np.nan)
+        paged.spoil(range(paged.num_blocks), np.nan, np.nan)
     paged.write_all()
     for pieces in ([(0, 39, 40), (1, 19, 20), (2, 0, 1)], [(0, 3, 40), (1, 19, 20)]):
         q = computing.normal(sum(stop - start for _, start, stop in pieces), 4, 64)
         found = paged.attend(q, pieces, scale=0.2)
         computing.assert_close("attention", found, paged.expected(q, pieces, scale=0.2))
+
+
+@pytest.mark.parametrize("spoilt_value", [np.nan, 1.0], ids=["keys and values", "keys"])
+@every_kv_dtype
+def test_nan_in_a_block_that_a_sequence_reads_shows(computing: Bench, dtype: DType, spoilt_value: float) -> None:
+    """A-05: also where every key of the block is NaN, which a maximum of scores passes over; nobody else is touched."""
+    _skip_without(computing, dtype)
+    paged = PagedSequences(computing, Heads(4, 2, 64, 64), [40, 40], dtype)
+    paged.write_all()
+    with np.errstate(invalid="ignore"):
+        paged.spoil(paged.blocks[0][:1], np.nan, spoilt_value)
+    for pieces in ([(0, 39, 40), (1, 39, 40)], [(0, 36, 40), (1, 36, 40)]):
+        num_rows = sum(stop - start for _, start, stop in pieces) // 2
+        q = computing.normal(2 * num_rows, 4, 64)
+        with np.errstate(invalid="ignore"):
+            found = paged.attend(q, pieces, scale=0.2)
+        assert np.isnan(found[:num_rows]).all()
+        computing.assert_close("attention", found[num_rows:], paged.expected(q, pieces, scale=0.2)[num_rows:])

@@ -46,12 +46,12 @@ class PagedSequences:
         )
         self.spoil(range(self.num_blocks))
 
-    def spoil(self, blocks: "range | NDArray[np.int64]", value: float = GARBAGE) -> None:
+    def spoil(self, blocks: "range | NDArray[np.int64]", key: float = GARBAGE, value: float = -GARBAGE) -> None:
         """Overwrite whole blocks with garbage."""
         slots = np.concatenate([np.arange(BLOCK_TOKENS) + block * BLOCK_TOKENS for block in blocks])
         kv_heads = self.heads.num_kv_heads
-        k = np.full((len(slots), kv_heads * self.heads.key_dim), value)
-        v = np.full((len(slots), kv_heads * self.heads.value_dim), -value)
+        k = np.full((len(slots), kv_heads * self.heads.key_dim), key)
+        v = np.full((len(slots), kv_heads * self.heads.value_dim), value)
         self._write(k, v, slots)
 
     def write(self, pieces: list[tuple[int, int, int]]) -> None:

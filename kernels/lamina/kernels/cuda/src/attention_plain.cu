@@ -44,7 +44,10 @@ attend_plain(const Attention p, int type, int key_dim, int value_dim, const int*
         if (p.softcap > 0.f) score = capped(p, score);
         if (!visible(p, page * PAGE_TOKENS + lane % 16, position)) score = NEGATIVE_INFINITY;
         const float raised = fmaxf(top, warp_max(score));
-        if (raised == NEGATIVE_INFINITY) continue;
+        if (raised == NEGATIVE_INFINITY) {  // a maximum passes over NaN, an answer must not (A-05)
+            if (warp_max(score != score ? 1.f : 0.f) > 0.f) total = __uint_as_float(0x7fc00000u);
+            continue;
+        }
         const float kept = exp2f(top - raised), weight = exp2f(score - raised);
         top = raised;
         total = total * kept + warp_sum(weight) * 0.5f;  // both halves of the warp hold the 16 weights

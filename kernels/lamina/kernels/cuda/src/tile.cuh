@@ -191,8 +191,9 @@ struct Tile {
         for (int j = 0; j < 2; j++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const float top = highest[i / 2];
-                weight[j][i] = !IS_WHOLE && top == NEGATIVE_INFINITY ? 0.f : fast_exp2(s[j][i] - top);
+                // finite, so that masked scores weigh 0 where nothing is seen yet, and NaN, which no maximum shows, stays
+                const float top = IS_WHOLE ? highest[i / 2] : fmaxf(highest[i / 2], -3.402823466e38f);
+                weight[j][i] = fast_exp2(s[j][i] - top);
                 total[i / 2] += weight[j][i];
             }
         }
