@@ -29,15 +29,31 @@ def test_overlapping_steps_are_busy_once() -> None:
     assert (meter.num_prefill_steps, meter.prefill_busy_s) == (1, 5.0)
 
 
-def test_a_slow_step_does_not_put_off_the_look_at_the_next() -> None:
-    """Once a step took long, be it that it was looked at late: the next is looked at as early as ever."""
+def run(meter: StepMeter, clock: Clock, seconds: float, num_rows: int = 1, *, recorded: bool = False) -> float:
+    """A step that takes so long, looked at when it is due and then all the time; how long it seemed to take."""
+    start_s = clock.now
+    clock.now = max(start_s, meter.due_s(start_s, plan(num_rows)))
+    while not meter.look(is_done=clock.now >= start_s + seconds):
+        clock.now = start_s + seconds
+    meter.count(start_s, plan(num_rows), recorded=recorded)
+    return clock.now - start_s
+
+
+def test_a_step_is_looked_at_when_the_last_one_would_be_nearly_done() -> None:
     clock = Clock()
     meter = StepMeter(clock)
     assert meter.due_s(0.0, plan(1)) == 0.0, "at once, as long as nothing is known"
-    for seconds in (1.0, 100.0):
-        start_s = clock.now
-        clock.now += seconds
-        meter.count(start_s, plan(1))
-    assert meter.due_s(101.0, plan(1)) == pytest.approx(101.8)
-    assert meter.due_s(99.0, plan(1)) == pytest.approx(101.8), "behind the step that ended at 101"
-    assert meter.due_s(101.0, plan(7)) == 101.0
+    assert run(meter, clock, 1.0) == 1.0
+    assert meter.due_s(1.0, plan(1)) == pytest.approx(1.8)
+    assert meter.due_s(0.5, plan(1)) == pytest.approx(1.8), "behind the step that ended at 1"
+    assert meter.due_s(1.0, plan(7)) == 1.0
+
+
+def test_a_slow_step_does_not_make_the_next_ones_slow() -> None:
+    """What was looked at late tells nothing: three steps later all is as before, whatever the first one took."""
+    clock = Clock()
+    meter = StepMeter(clock)
+    times = [run(meter, clock, seconds) for seconds in (1.0, 4.0, 1.0, 1.0, 1.0, 1.0)]
+    assert times == pytest.approx([1.0, 4.0, 3.2, 1.6, 1.0, 1.0])
+    assert run(meter, clock, 100.0, recorded=True) == 100.0
+    assert run(meter, clock, 1.0) == 1.0, "the time to record is not of the step"

@@ -57,6 +57,7 @@ class LaunchedStep:
     outcome: Outcome
     start_s: float
     needs_logits: bool = False
+    recorded: bool = False  # its launches were recorded first
     sampled: OnDevice = field(default_factory=dict)
 
 
@@ -222,14 +223,16 @@ class Stage:
         model, plan = self._loaded_model(), ready.plan
         if self._tracer is not None:
             self._tracer.begin_span("step", plan.step, rows=plan.num_rows, sequences=len(plan.slices))
+        num_recorded = self._graphs.num_captures
         shape = self._launch(ready, prepared, sampled)
         outcome = model.leave() if hands_over else model.collect(shape)
+        launched = LaunchedStep(ready, outcome, start_s, recorded=self._graphs.num_captures > num_recorded)
         if not model.is_last:
-            return LaunchedStep(ready, outcome, start_s)
+            return launched
         rows = [(piece.seq, piece.end) for piece in plan.sampled()]
         if plan.num_scored or self._sampler.needs_logits(rows):
-            return LaunchedStep(ready, outcome, start_s, needs_logits=True)
-        return LaunchedStep(ready, outcome, start_s, sampled={key: i for i, key in enumerate(rows)})
+            return replace(launched, needs_logits=True)
+        return replace(launched, sampled={key: i for i, key in enumerate(rows)})
 
     def refuse(self, ready: ReadyStep, error: CapacityExceeded) -> LaunchedStep:
         """A step that the device had no memory for, because others have taken it since (C-04): its own sequences end,
@@ -253,7 +256,7 @@ class Stage:
 
     def is_done(self, launched: LaunchedStep) -> bool:
         """Whether `finish` need not wait for the device."""
-        return launched.outcome.transfers.is_done()
+        return self._meter.look(is_done=launched.outcome.transfers.is_done())
 
     def finish(self, launched: LaunchedStep) -> StageResult:
         """What the oldest launched step left, its tokens sampled. Waits for the device."""
@@ -269,7 +272,7 @@ class Stage:
             hidden = launched.outcome.transfers.keep(values).astype(np.float32, copy=False)
             num_bad = int(np.count_nonzero(~np.isfinite(hidden.sum(axis=1))))
             result = StageResult(ready, hidden, None, num_bad)
-        self._meter.count(launched.start_s, ready.plan)
+        self._meter.count(launched.start_s, ready.plan, recorded=launched.recorded)
         if self._tracer is not None:
             self._tracer.end_span("step", ready.plan.step)
         return result

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from lamina.spec.device import GraphCounts
 from lamina.spec.step import StepPlan
 
-_NEARLY = 0.8  # of the time that a step takes at the least nobody looks at the device
+_NEARLY = 0.8  # of the time that a step is expected to take nobody looks at the device
 _MAX_TIMED_ROWS = 1024  # steps of more count as of so many
 
 
@@ -36,17 +36,29 @@ class StepMeter:
         self.num_steps = self.num_prefill_steps = 0
         self.busy_s = self.prefill_busy_s = 0.0
         self._last_end_s = 0.0
-        # What a step took at the least, by its rows. Not what the last one took: a slow one, looked at late for that,
-        # would make the next one slow.
-        self._least_s: dict[int, float] = {}
+        # What a step is expected to take, by its rows. Only one that was looked at in vain before it was done has told
+        # how long it took; after another, which may have been looked at late, the expectation is halved.
+        self._expected_s: dict[int, float] = {}
+        self._looked_in_vain = False
 
-    def count(self, start_s: float, plan: StepPlan) -> None:
-        """A step that began then has ended. Time in which the step before it was still under way counts once."""
+    def look(self, *, is_done: bool) -> bool:
+        """The oldest step under way was looked at: what was seen is handed back."""
+        self._looked_in_vain |= not is_done
+        return is_done
+
+    def count(self, start_s: float, plan: StepPlan, *, recorded: bool = False) -> None:
+        """A step that began then has ended, and was recorded in passing. Time that two were under way counts once."""
         end_s = self._clock()
         busy_s = end_s - max(start_s, self._last_end_s)
         self._last_end_s = end_s
         rows = min(plan.num_rows, _MAX_TIMED_ROWS)
-        self._least_s[rows] = min(busy_s, self._least_s.get(rows, busy_s))
+        if recorded:
+            pass  # others need not record, and take less
+        elif self._looked_in_vain:
+            self._expected_s[rows] = busy_s
+        else:
+            self._expected_s[rows] = self._expected_s.get(rows, 0.0) / 2
+        self._looked_in_vain = False
         self.num_steps += 1
         self.busy_s += busy_s
         if plan.num_rows > len(plan.slices):
@@ -54,6 +66,6 @@ class StepMeter:
             self.prefill_busy_s += busy_s
 
     def due_s(self, start_s: float, plan: StepPlan) -> float:
-        """When the oldest step under way is nearly done, if it is as fast as the fastest of as many rows was."""
-        least_s = self._least_s.get(min(plan.num_rows, _MAX_TIMED_ROWS), 0.0)
-        return max(start_s, self._last_end_s) + _NEARLY * least_s
+        """When the oldest step under way is nearly done, if it takes as long as expected."""
+        expected_s = self._expected_s.get(min(plan.num_rows, _MAX_TIMED_ROWS), 0.0)
+        return max(start_s, self._last_end_s) + _NEARLY * expected_s
