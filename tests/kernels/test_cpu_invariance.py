@@ -143,6 +143,19 @@ def test_a_spoiled_sequence_harms_no_other() -> None:
         bench.assert_close("attention", found[1:], paged.expected(q, pieces, scale=0.2)[1:])
 
 
+def mixture(bench: Bench, gate_up: Weight, down: Weight, arrays: tuple[Floats, Floats, Floats], rows: slice) -> Floats:
+    """3 experts a row on some rows of x, router logits and what the result is added to."""
+    x, logits, out = (bench.floats(values[rows]) for values in arrays)
+    count = x.shape[0]
+    experts, shares = bench.ints(np.zeros((count, 3))), bench.floats(np.zeros((count, 3)))
+    hidden = bench.output(count, 3 * gate_up.part_rows[0])
+    bench.step(count)
+    ops.route(bench.backend, logits, experts, shares, gating="softmax", normalise=True)
+    ops.expert_gated_linear(bench.backend, x, experts, gate_up, hidden, "silu")
+    ops.expert_linear(bench.backend, hidden, experts, shares, down, out, accumulate=True)
+    return bench.read(out).view(np.float32)
+
+
 @every_isa
 @pytest.mark.parametrize("kind", [GgmlType.Q8_0, GgmlType.Q4_K, GgmlType.MXFP4, GgmlType.F16], ids=lambda k: k.name)
 def test_experts_do_not_depend_on_company(isa: str, kind: GgmlType) -> None:
@@ -157,21 +170,10 @@ def test_experts_do_not_depend_on_company(isa: str, kind: GgmlType) -> None:
             down = bench.weight(*[(kind, 100)] * 6, cols=256, bias=True)[0]
             x, logits, before = bench.normal(150, 256), bench.normal(150, 6, scale=2.0), bench.normal(150, 100)
 
-            def run(rows: slice, bench: Bench = bench, held: tuple[Weight, Weight] = (gate_up, down)) -> Floats:
-                source, router, out = (bench.floats(values[rows]) for values in (x, logits, before))  # noqa: B023
-                count = source.shape[0]
-                experts, shares = bench.ints(np.zeros((count, 3))), bench.floats(np.zeros((count, 3)))
-                hidden = bench.output(count, 3 * 256)
-                bench.step(count)
-                ops.route(bench.backend, router, experts, shares, gating="softmax", normalise=True)
-                ops.expert_gated_linear(bench.backend, source, experts, held[0], hidden, "silu")
-                ops.expert_linear(bench.backend, hidden, experts, shares, held[1], out, accumulate=True)
-                return bench.read(out).view(np.float32)
-
-            together = run(slice(0, 150))
-            for row in (0, 1, 77, 149):
-                assert np.array_equal(run(slice(row, row + 1))[0], together[row])
-            assert np.array_equal(run(slice(70, 78)), together[70:78])
+            arrays = (x, logits, before)
+            together = mixture(bench, gate_up, down, arrays, slice(0, 150))
+            for rows in (slice(0, 1), slice(1, 2), slice(77, 78), slice(70, 78), slice(149, 150)):
+                assert np.array_equal(mixture(bench, gate_up, down, arrays, rows), together[rows])
             results.append(together)
     assert np.array_equal(results[0], results[1])
     assert np.array_equal(results[0], results[2])
