@@ -156,8 +156,8 @@ async def open_session(
     to the next session, it goes on in the placement's next epoch.
     """
     async with _dialled(settings) as clients:
-        before = suspended.placement if suspended is not None else None
-        stages, pipeline = await _bring_up(model, settings, clients, on_planned, report, before)
+        key = suspended.claim_placement() if suspended is not None else None
+        stages, pipeline = await _bring_up(model, settings, clients, on_planned, report, key)
         config = _scheduler_config(settings, stages, pipeline)
         if suspended is not None and suspended.is_suspended:
             engine = suspended
@@ -202,14 +202,15 @@ async def _bring_up(
     clients: Sequence[WorkerClient],
     on_planned: Callable[[tuple[StagePlan, ...]], None],
     report: Report,
-    before: Placement | None = None,
+    key: tuple[PlacementId, Epoch] | None = None,
 ) -> tuple[tuple[StagePlan, ...], Pipeline]:
-    """Plan and load; after `before` its next epoch, so that workers adopt what they still hold of it."""
+    """Plan and load; in a later epoch of a placement workers adopt what they still hold of it. None: a new one."""
     stages = choose_split(model, settings, clients)
     on_planned(stages)
+    id_, epoch = key or (PlacementId(uuid.uuid4().hex[:12]), Epoch(1))
     placement = Placement(
-        before.id if before is not None else PlacementId(uuid.uuid4().hex[:12]),
-        Epoch(before.epoch + 1 if before is not None else 1),
+        id_,
+        epoch,
         model.spec.num_layers,
         tuple(StageSpec(i, stage.device.id, stage.layers) for i, stage in enumerate(stages)),
     )

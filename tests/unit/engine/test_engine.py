@@ -108,6 +108,19 @@ def test_a_stream_goes_on_over_another_pipeline() -> None:
     run(scene)
 
 
+def test_every_attempt_to_go_on_has_an_epoch_of_its_own() -> None:
+    """A worker that an attempt lost half way holds that attempt's epoch and refuses it for ever."""
+
+    async def scene() -> None:
+        lost = await Suspended().lose()
+        assert [lost.engine.claim_placement() for _ in range(2)] == [("p", 1), ("p", 2)]
+        lost.resume(epoch=2)
+        assert lost.engine.claim_placement() == ("p", 3)
+        await lost.engine.close()
+
+    run(scene)
+
+
 def test_a_client_that_goes_while_the_engine_is_suspended_is_forgotten() -> None:
     async def scene() -> None:
         lost = await Suspended().lose()

@@ -17,7 +17,7 @@ from lamina.coordinator.engine.policy import SchedulerConfig
 from lamina.coordinator.engine.scheduler import Scheduler
 from lamina.coordinator.engine.sequence import RequestId, RequestRecord, SequenceRequest, TokenEvent
 from lamina.spec.errors import LaminaError, StaleEpoch, Unavailable, WorkerLost, WorkerUnreachable
-from lamina.spec.placement import Placement
+from lamina.spec.ids import Epoch, PlacementId
 
 Clock = Callable[[], float]
 # What waiting may cure: a worker that is gone or not up yet, or is busy with another coordinator that is going.
@@ -41,6 +41,7 @@ class Engine:
         self._pipeline = pipeline
         self._clock = clock
         self._keeps_requests = keeps_requests
+        self._last_epoch = pipeline.placement.epoch
         self._streams: dict[RequestId, TokenStream] = {}
         self._failure: LaminaError | None = None
         self._ended: asyncio.Future[LaminaError] = asyncio.get_running_loop().create_future()
@@ -50,10 +51,13 @@ class Engine:
         """Begin to absorb answers."""
         self._task = asyncio.create_task(self._absorb_forever())
 
-    @property
-    def placement(self) -> Placement:
-        """The present one, or the last."""
-        return self._pipeline.placement
+    def claim_placement(self) -> tuple[PlacementId, Epoch]:
+        """For the next attempt to bring the model up: the same placement in an epoch that none before has claimed.
+
+        A worker that an attempt lost while it loaded may hold that epoch, and takes only a later one.
+        """
+        self._last_epoch = Epoch(self._last_epoch + 1)
+        return self._pipeline.placement.id, self._last_epoch
 
     @property
     def failure(self) -> LaminaError | None:
