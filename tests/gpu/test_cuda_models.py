@@ -21,7 +21,8 @@ pytestmark = pytest.mark.gpu
 TESTS = Path(__file__).parents[1]
 GOLDENS: dict[str, Any] = json.loads((TESTS / "goldens/tiny_models.json").read_text())["models"]
 SETTINGS = StageSettings(max_rows=256, max_seqs=8, max_logit_rows=8, max_context=256, kv_dtype="f16")
-ROUNDED_ROUTER = "gpt_oss"  # its router sees rounded products of MXFP4: now and then another expert wins
+# Their routers have near ties (0.405 and 0.401): where activations are rounded, now and then another expert wins.
+CLOSE_ROUTERS = ("gpt_oss", "mixtral")
 LOGIT_ERROR = 0.1  # activations are rounded to 8 bits; tests/goldens/TINY_MODELS.md
 
 
@@ -33,7 +34,7 @@ def cuda() -> Iterator[Backend]:
 
 
 @pytest.mark.parametrize("cuts", [(), (1,)], ids=["whole", "split"])
-@pytest.mark.parametrize("family", [family for family in GOLDENS if family != ROUNDED_ROUTER])
+@pytest.mark.parametrize("family", [family for family in GOLDENS if family not in CLOSE_ROUTERS])
 def test_greedy_text_and_logits(cuda: Backend, family: str, cuts: tuple[int, ...]) -> None:
     """Prompts in company, decoded by replayed graphs: the goldens' text, logits within the rounding of activations."""
     golden = GOLDENS[family]
@@ -49,9 +50,10 @@ def test_greedy_text_and_logits(cuda: Backend, family: str, cuts: tuple[int, ...
     model.free()
 
 
-def test_a_router_that_sees_rounded_activations(cuda: Backend) -> None:
+@pytest.mark.parametrize("family", CLOSE_ROUTERS)
+def test_a_router_that_sees_rounded_activations(cuda: Backend, family: str) -> None:
     """Along the goldens' texts: logits near the float32 reference's at most steps, another expert's share at few."""
-    golden = GOLDENS[ROUNDED_ROUTER]
+    golden = GOLDENS[family]
     path = TESTS / "data" / golden["file"]
     models = [InProcessModel(path, backend, (1,), SETTINGS) for backend in (cuda, create_backend("reference"))]
     errors = []

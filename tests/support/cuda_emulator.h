@@ -250,7 +250,6 @@ inline void mma_16bit(Halves mine) {
 #define __CUDA_ARCH__ 900
 #define HAS_BYTE_MMA 1
 #define HAS_HALF_MMA 1
-#define HAS_DEPENDENT_LAUNCH 1
 #define DEVICE inline
 #define KERNEL extern "C" void
 #define __shared__ static

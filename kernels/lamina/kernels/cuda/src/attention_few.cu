@@ -7,10 +7,6 @@
 #define FEW_WARPS (VALUE_DIM <= 128 ? 8 : 4)
 #endif
 
-#ifndef REHEARSES
-#define REHEARSES HAS_DEPENDENT_LAUNCH  // go through the code once while there is nothing else to do but wait
-#endif
-
 constexpr int MAX_PARTS = 32;
 // Below this many pages a warp the keys stay with one block: merging through memory costs several pages' time.
 constexpr int UNSPLIT_PAGES = 3;
@@ -143,14 +139,14 @@ DEVICE void merge_warps(const Partial* scratch, int busy_warps, int queries, Par
 
 // Divides by the softmax's denominator and stores; hands over to the output projection as well.
 DEVICE void write_output(const Attention& p, const Partial& sum, int first_row, int first_query, int queries, int head,
-                         const Activations& to, bool is_rehearsal) {
+                         const Activations& to) {
     constexpr int QUADS = VALUE_WIDTH / 4;
     const int count = min(16, queries - first_query);
 #pragma unroll 1
     for (int at = threadIdx.x; at < ceil_div(count * QUADS, 32) * 32; at += blockDim.x) {
         const int local = at / QUADS, quad = at % QUADS, m = first_query + local;
         // whole warps take part in hand_over: eight lanes at least share a query
-        const bool real = local < count && !is_rehearsal;
+        const bool real = local < count;
         const int row = first_row + (real ? m / p.group : 0), query_head = head * p.group + (real ? m % p.group : 0);
         float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
         if (real) {
@@ -199,16 +195,16 @@ struct Share {
 };
 
 DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* scratch, const Share& share,
-                            int first_block, bool is_rehearsal) {
+                            int first_block) {
     __shared__ int is_last;
     __shared__ Queries queries;
     __shared__ float factors[MAX_PARTS][16];
     const int head = blockIdx.y % p.num_kv_heads, count = share.count;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int busy_warps = min(FEW_WARPS, share.end - share.begin), end = is_rehearsal ? share.begin + 1 : share.end;
+    const int busy_warps = min(FEW_WARPS, share.end - share.begin);
     Keys keys;
-    if (warp < busy_warps && !is_rehearsal) keys.load(p, first_block, head, lane);
-    queries.load<1>(p, share.first_row, share.first_query, is_rehearsal ? 0 : count, head, threadIdx.x, blockDim.x);
+    if (warp < busy_warps) keys.load(p, first_block, head, lane);
+    queries.load<1>(p, share.first_row, share.first_query, count, head, threadIdx.x, blockDim.x);
     __syncthreads();
     if (warp < busy_warps) {
         Tile tile;
@@ -216,12 +212,12 @@ DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* 
         tile.load(queries, lane);
         int page = share.begin + warp, block = first_block;
 #pragma unroll 1
-        for (; page < end; page += FEW_WARPS) {
+        for (; page < share.end; page += FEW_WARPS) {
             Values values;
-            if (!is_rehearsal) values.load(p, block, head, lane);
+            values.load(p, block, head, lane);
             float s[2][4], candidate[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
             tile.score([&](int c, int j) { return keys.fragment(c, j, lane); }, s);
-            if (page + FEW_WARPS < end) {  // under way while this page is worked on
+            if (page + FEW_WARPS < share.end) {  // under way while this page is worked on
                 block = share.table[page + FEW_WARPS];
                 keys.load(p, block, head, lane);
             }
@@ -237,7 +233,7 @@ DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* 
     }
     __syncthreads();
     Partial& sum = scratch[FEW_WARPS];
-    if (share.num_splits == 1 || is_rehearsal) {
+    if (share.num_splits == 1) {
         merge_warps(scratch, busy_warps, count, sum, factors);
         __syncthreads();
     } else {
@@ -255,7 +251,7 @@ DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* 
         if (!is_last) return;
         merge_partials(parts, share.num_splits, count, sum, factors);
     }
-    write_output(p, sum, share.first_row, share.first_query, share.queries, head, to, is_rehearsal);
+    write_output(p, sum, share.first_row, share.first_query, share.queries, head, to);
 }
 
 // Grid (splits, KV heads * tiles of 16 queries, sequences). The tiles of the grid hold one row of each sequence; those
@@ -284,14 +280,10 @@ attend_few(const Attention p, const Activations to) {
     for (int query = tile * 16; query < share.queries; query += num_tiles * 16) {
         share.set(p, query, max_splits);
         const int first_block = share.begin + warp < share.end ? share.table[share.begin + warp] : 0;
-        const bool is_busy = share.split < share.num_splits;
-#pragma unroll 1
-        for (int turn = query == tile * 16 && REHEARSES && HELD && is_busy ? 0 : 1; turn < 2; turn++) {
-            if (turn == 1) grid_wait();  // the first time; then it returns at once
-            if (is_busy) attend_few_tile(p, to, scratch, share, first_block, turn == 0);
-            __syncthreads();
-        }
+        grid_wait();  // the first time; then it returns at once
+        if (share.split < share.num_splits) attend_few_tile(p, to, scratch, share, first_block);
         max_splits = 1;
+        __syncthreads();
     }
 #endif
 }

@@ -12,7 +12,6 @@ typedef signed char i8;
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) u8 name[]
 #define HAS_BYTE_MMA (__CUDA_ARCH__ >= 750)
 #define HAS_HALF_MMA (__CUDA_ARCH__ >= 800)
-#define HAS_DEPENDENT_LAUNCH (__CUDA_ARCH__ >= 900)
 
 // -- numbers of 16 bits
 

@@ -46,10 +46,6 @@ DEVICE float block_sum(float value) {
     return warp_sum(lane < blockDim.x / 32 ? warps[lane] : 0.f);
 }
 
-#ifndef REHEARSES
-#define REHEARSES HAS_DEPENDENT_LAUNCH  // go through the code once while there is nothing else to do but wait
-#endif
-
 // One block a row; also hands the result over to the linear that comes next. Rows of up to four columns a thread, which
 // is what decoding waits for, are read once, by little code that needs few registers: such a block finds room beside
 // the kernel it follows, and has its gains before the row is there.
@@ -60,35 +56,26 @@ rms_norm(const float* x, int x_stride, const float* weight, float* out, int out_
     const int n = blockIdx.x, quads = padded_quads(columns), rows = *num_rows;
     const float* row = x + static_cast<size_t>(n) * x_stride;
     float4 gain = load_quad(weight, threadIdx.x, columns);
-    Activations target = to;
+    grid_wait();
+    if (n >= rows) return;
+    float4 v = load_quad(row, threadIdx.x, columns);
+    float squares = v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
 #pragma unroll 1
-    for (int turn = REHEARSES ? 0 : 1; turn < 2; turn++) {
-        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-        target.columns = 0;
-        if (turn == 1) {
-            grid_wait();
-            if (n >= rows) return;
-            v = load_quad(row, threadIdx.x, columns);
-            target.columns = to.columns;
-        }
-        float squares = v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    for (int quad = threadIdx.x + blockDim.x; quad < quads; quad += blockDim.x) {
+        const float4 more = load_quad(row, quad, columns);
+        squares += more.x * more.x + more.y * more.y + more.z * more.z + more.w * more.w;
+    }
+    const float scale = rsqrtf(block_sum(squares) / columns + eps);
 #pragma unroll 1
-        for (int quad = threadIdx.x + blockDim.x; turn == 1 && quad < quads; quad += blockDim.x) {
-            const float4 more = load_quad(row, quad, columns);
-            squares += more.x * more.x + more.y * more.y + more.z * more.z + more.w * more.w;
-        }
-        const float scale = rsqrtf(block_sum(squares) / columns + eps);
-#pragma unroll 1
-        for (int quad = threadIdx.x; quad < quads;) {
-            const float4 y =
-                make_float4(v.x * scale * gain.x, v.y * scale * gain.y, v.z * scale * gain.z, v.w * scale * gain.w);
-            if (turn == 1) store_quad(out + static_cast<size_t>(n) * out_stride, quad, columns, y);
-            hand_over(target, n, quad, y.x, y.y, y.z, y.w);
-            quad += blockDim.x;
-            if (turn == 0 || quad >= quads) break;
-            v = load_quad(row, quad, columns);
-            gain = load_quad(weight, quad, columns);
-        }
+    for (int quad = threadIdx.x; quad < quads;) {
+        const float4 y =
+            make_float4(v.x * scale * gain.x, v.y * scale * gain.y, v.z * scale * gain.z, v.w * scale * gain.w);
+        store_quad(out + static_cast<size_t>(n) * out_stride, quad, columns, y);
+        hand_over(to, n, quad, y.x, y.y, y.z, y.w);
+        quad += blockDim.x;
+        if (quad >= quads) break;
+        v = load_quad(row, quad, columns);
+        gain = load_quad(weight, quad, columns);
     }
 }
 
