@@ -2,7 +2,8 @@
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import cast
 
 import llguidance
 import numpy as np
@@ -167,3 +168,25 @@ def test_a_refused_token_is_an_error(compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(GRAMMAR, [])
     with pytest.raises(InvalidRequest, match="grammar failed"):
         matcher.consume(77)
+
+
+class FailingGrammars:
+    """Grammars that break only once a token was chosen: llguidance's parser has limits."""
+
+    def compile(self, grammar: str, generated: Iterable[int]) -> "FailingGrammars":
+        return self
+
+    def mask(self, stop_ids: frozenset[int]) -> np.ndarray:
+        return np.ones(8, np.bool_)
+
+    def consume(self, token: int) -> bool:
+        raise InvalidRequest("the grammar failed: too complex")
+
+
+def test_a_grammar_that_breaks_after_a_token_ends_its_own_sequence() -> None:
+    sampler = Sampler(8, cast(GrammarCompiler, FailingGrammars()))
+    sampler.add(make_add(0, GRAMMAR, frozenset(), history_ids=(1,)))
+    sampler.add(make_add(1, "", frozenset(), history_ids=(1,)))
+    first, second = sampler.sample([(SeqId(0), 1), (SeqId(1), 1)], np.zeros((2, 8), np.float32))
+    assert (first.finish, first.error) == (FinishReason.ERROR, "InvalidRequest: the grammar failed: too complex")
+    assert second.finish is None

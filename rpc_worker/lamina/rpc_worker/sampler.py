@@ -169,7 +169,10 @@ class Sampler:
             elif state.failure:
                 sampled.append(_fail(state, pos, state.failure))
             else:
-                sampled.append(self._advance(state, pos, pick, raw_rows.get(i)))
+                try:
+                    sampled.append(self._advance(state, pos, pick, raw_rows.get(i)))
+                except LaminaError as error:  # its grammar, after this token
+                    sampled.append(_fail(state, pos, f"{type(error).__name__}: {error}"))
         return tuple(sampled)
 
     def _pick(self, rows: Sequence[tuple[SeqId, int]], raw_rows: Mapping[int, Logits]) -> dict[int, int | str]:
