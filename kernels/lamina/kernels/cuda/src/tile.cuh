@@ -191,7 +191,8 @@ struct Tile {
         for (int j = 0; j < 2; j++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                // finite, so that masked scores weigh 0 where nothing is seen yet, and NaN, which no maximum shows, stays
+                // finite, so that masked scores weigh 0 where nothing is seen yet, and NaN, which no maximum shows,
+                // stays
                 const float top = IS_WHOLE ? highest[i / 2] : fmaxf(highest[i / 2], -3.402823466e38f);
                 weight[j][i] = fast_exp2(s[j][i] - top);
                 total[i / 2] += weight[j][i];
