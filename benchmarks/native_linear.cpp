@@ -46,8 +46,18 @@ constexpr TypeRow kTypes[] = {
     {"Q4_K", 12, 256, 144, 0},  {"Q5_K", 13, 256, 176, 0},   {"Q6_K", 14, 256, 210, 208}, {"IQ4_XS", 23, 256, 136, 0},
 };
 
+Isa best_isa() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx512vnni") ? Isa::kAvx512Vnni
+         : __builtin_cpu_supports("avx2")     ? Isa::kAvx2
+                                              : Isa::kScalar;
+#else
+  return Isa::kNeon;
+#endif
+}
+
 struct Options {
-  Isa isa = Isa::kAvx512Vnni;
+  Isa isa = best_isa();
   int threads = 1;
   int cols = 2048;
   int64_t mib = 900;
@@ -218,10 +228,12 @@ void report(const Options& o, const TypeRow& type, uint8_t* data, float* x, floa
     }
     const double s = median(seconds);
     const double macs = static_cast<double>(part.rows) * part.cols * num_rows;
-    std::printf("%-7s rows %4d  %7.2f GB/s  %5.1f %% of %5.2f  %7.1f GMAC/s  %5.1f %% of %5.1f, best %5.1f\n", type.name, num_rows,
+    std::printf("%-7s rows %4d  %7.2f GB/s  %5.1f %% of %5.2f  %7.1f GMAC/s, best %5.1f", type.name, num_rows,
                 weight_bytes / s / 1e9, 100 * median(ratios), median(ceilings), macs / s / 1e9,
-                100 * macs / s / 1e9 / median(products), median(products),
                 macs / *std::min_element(seconds.begin(), seconds.end()) / 1e9);
+    const double products_s = median(products);  // 0: not measured for this instruction set
+    if (products_s > 0) std::printf("  %5.1f %% of %5.1f", 100 * macs / s / 1e9 / products_s, products_s);
+    std::printf("\n");
     std::fflush(stdout);
   }
 }
