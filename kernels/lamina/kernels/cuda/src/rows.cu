@@ -46,10 +46,17 @@ DEVICE float block_sum(float value) {
     return warp_sum(lane < blockDim.x / 32 ? warps[lane] : 0.f);
 }
 
+// Blocks of 1,024 threads that a multiprocessor has room for; ptxas refuses a bound beyond that.
+#if __CUDA_ARCH__ == 750 || (__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1100
+constexpr int WIDEST_BLOCKS = 1;
+#else
+constexpr int WIDEST_BLOCKS = 2;
+#endif
+
 // One block a row; also hands the result over to the linear that comes next. Rows of up to four columns a thread, which
 // is what decoding waits for, are read once, by little code that needs few registers: such a block finds room beside
 // the kernel it follows, and has its gains before the row is there.
-KERNEL __launch_bounds__(1024, 2)
+KERNEL __launch_bounds__(1024, WIDEST_BLOCKS)
 rms_norm(const float* x, int x_stride, const float* weight, float* out, int out_stride, int columns, float eps,
          const int* num_rows, const Activations to) {
     grid_release_dependents();
