@@ -124,6 +124,22 @@ def test_gated_linear(computing: Bench, activation: str, rows: int, view: bool) 
     computing.assert_close("gated_linear", computing.read(out), act(both[:, :33]) * both[:, 33:])
 
 
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("kind", [GgmlType.Q8_0, GgmlType.Q6_K, GgmlType.F16], ids=lambda kind: kind.name)
+def test_a_single_value_that_is_not_finite_shows(computing: Bench, kind: GgmlType, rows: int) -> None:
+    """A-05: also where activations are rounded to int8 by blocks, whose maximum passes over NaN. Elsewhere not."""
+    weight, _, _ = computing.weight((kind, 24), cols=256)
+    x = computing.normal(rows, 256)
+    x[0, 37] = np.nan
+    out = computing.output(rows, 24)
+    computing.step(rows)
+    with np.errstate(invalid="ignore"):
+        ops.linear(computing.backend, computing.floats(x), weight, out)
+    found = computing.read(out)
+    assert np.isnan(found[0]).all()
+    assert np.isfinite(found[1:]).all()
+
+
 @pytest.mark.parametrize("activation", ops.ACTIVATIONS)
 def test_activations_of_extreme_gates_are_finite(computing: Bench, activation: str) -> None:
     """Gates of +-2000 neither overflow nor give NaN: act(-2000) = 0, act(2000) = 2000."""

@@ -55,14 +55,18 @@ struct Activations {
     int kind;
 };
 
+DEVICE u32 magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
 // All lanes of a warp call this, each with four consecutive columns 4 * quad .. 4 * quad + 3 of row n, consecutive
 // lanes with consecutive quads, the first lane's quad a multiple of 8. Columns beyond the row must be passed as zeros.
 DEVICE void hand_over(const Activations& to, int n, int quad, float x0, float x1, float x2, float x3) {
     const int column = 4 * quad;
     if (to.kind == BYTES) {
-        float largest = fmaxf(fmaxf(fabsf(x0), fabsf(x1)), fmaxf(fabsf(x2), fabsf(x3)));
+        // Magnitudes are compared as integers: a maximum of floats passes over NaN, which must show in the scale (A-05).
+        u32 bits = max(max(magnitude_bits(x0), magnitude_bits(x1)), max(magnitude_bits(x2), magnitude_bits(x3)));
 #pragma unroll
-        for (int step = 1; step < 8; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, step));
+        for (int step = 1; step < 8; step *= 2) bits = max(bits, __shfl_xor_sync(FULL_WARP, bits, step));
+        const float largest = __uint_as_float(bits);
         const float inverse = largest > 0.f ? 127.f / largest : 0.f;
         const int q0 = __float2int_rn(x0 * inverse), q1 = __float2int_rn(x1 * inverse);
         const int q2 = __float2int_rn(x2 * inverse), q3 = __float2int_rn(x3 * inverse);
