@@ -11,8 +11,8 @@ class SamplingParams:
     """Sampling parameters of one sequence; a default leaves the step it controls without effect.
 
     Order of application (B-31): logit_bias and penalties; argmax if temperature <= 0; top_n_sigma; temperature; top_k;
-    typical_p; min_p; top_p; softmax and draw. Of equal logits a filter keeps the lowest ids; the draw adds probabilities
-    up in order of id. Random numbers are Philox keyed by (seed, choice, output position).
+    typical_p; min_p; top_p; softmax and draw. Of equal logits a filter keeps the lowest ids; the draw adds
+    probabilities up in order of id. Random numbers are Philox keyed by (seed, choice, output position).
     """
 
     temperature: float = 0.0
