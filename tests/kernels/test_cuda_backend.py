@@ -1,5 +1,7 @@
 """What only the CUDA backend has: its kernels on a CPU (support.cuda_emulated), its plans, its buckets."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,8 @@ from lamina.kernels.cuda.attention_plan import choose_splits
 from lamina.kernels.cuda.backend import CudaBackend
 from lamina.kernels.cuda.graph import bucket_of
 from lamina.kernels.cuda.linear_plan import choose_warps, fits
+from lamina.kernels.cuda.workspace import Workspace
+from lamina.spec.errors import CapacityExceeded
 from lamina.spec.quant import GgmlType
 from support import op_oracle
 from support.backends import relative_error
@@ -146,6 +150,22 @@ def test_conversions_are_explained() -> None:
     assert backend.weight_bits(GgmlType.IQ2_XXS) == 32
     assert backend.weight_bits(GgmlType.Q4_K) == pytest.approx(4.5, rel=0.03)
     assert backend.weight_bits(GgmlType.BF16) == 16
+
+
+def test_a_region_that_may_not_grow_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C-04: the next step uses it, and nothing is given back twice."""
+    device = EmulatedDevice()
+    workspace = Workspace(device)
+    before = workspace.region("slice", 64)
+    with monkeypatch.context() as full:
+        full.setattr(device, "allocate", Mock(side_effect=CapacityExceeded("full")))
+        with pytest.raises(CapacityExceeded):
+            workspace.region("slice", 128)
+    assert workspace.region("slice", 64) is before
+    released = Mock()
+    monkeypatch.setattr(device, "release", released)
+    workspace.close()
+    released.assert_called_once_with(before)
 
 
 def test_a_reserved_workspace_never_grows() -> None:

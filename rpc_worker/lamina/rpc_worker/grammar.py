@@ -2,8 +2,8 @@
 
 Owns the llguidance tokenizer of one model, built from the token bytes in the worker's own file, and one matcher per
 sequence. Matchers belong to the compute thread, beside the sampler; they are made on another, so that a large schema
-does not hold up the steps of others. Knows nothing of JSON or tools: a grammar is a string in llguidance's own format,
-checked by the coordinator before it comes here.
+holds up the steps of others only if it takes longer than its own prompt. Knows nothing of JSON or tools: a grammar is a
+string in llguidance's own format, checked by the coordinator before it comes here.
 """
 
 from collections.abc import Iterable, Mapping

@@ -40,9 +40,10 @@ class Workspace:
         """The region of this name, at least this large; zeroed when new."""
         memory = self._regions.get(name)
         if memory is None or memory.num_bytes < num_bytes:
+            grown = self._device.allocate(num_bytes)  # may be refused: nothing has changed then
             if memory is not None:
                 self._retired.append(memory)
-            memory = self._regions[name] = self._device.allocate(num_bytes)
+            memory = self._regions[name] = grown
         return memory
 
     def constant(self, value: int) -> int:
