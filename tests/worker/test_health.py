@@ -59,6 +59,17 @@ def test_one_warning_per_card_until_it_is_well_again(caplog: pytest.LogCaptureFi
     assert all(message.startswith("device 1: under load") for message in caplog.messages)
 
 
+def test_a_driver_that_fails_costs_its_figures_only(caplog: pytest.LogCaptureFixture) -> None:
+    """The worker is described all the same, and the log says it once."""
+    watch = HealthWatch([Card(), Card(FULL, FULL)])  # the first has nothing to pop
+
+    async def scene() -> None:
+        assert [await watch.read() for _ in range(2)] == [(None, FULL)] * 2
+
+    asyncio.run(scene())
+    assert caplog.messages == ["device 0: its health cannot be read: IndexError: pop from empty list"]
+
+
 def test_a_driver_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks gets what was known before, and the question is asked once."""
     monkeypatch.setattr("lamina.rpc_worker.health._PATIENCE_S", 0.05)

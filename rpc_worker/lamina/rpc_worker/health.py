@@ -25,6 +25,7 @@ class HealthWatch:
         self._last: Healths = (None,) * len(self._backends)
         self._reading: asyncio.Task[Healths] | None = None
         self._warned: set[int] = set()
+        self._failed: set[int] = set()  # the asking thread's own
 
     async def read(self) -> Healths:
         """Now; as last read where the driver takes longer than a moment. None for a device without figures."""
@@ -37,7 +38,16 @@ class HealthWatch:
         return self._last
 
     def _ask(self) -> Healths:
-        return tuple(backend.health() for backend in self._backends)
+        return tuple(self._ask_one(index, backend) for index, backend in enumerate(self._backends))
+
+    def _ask_one(self, index: int, backend: Backend) -> DeviceHealth | None:
+        try:
+            return backend.health()
+        except Exception as error:  # whatever a driver may say: the device works without figures
+            if index not in self._failed:
+                self._failed.add(index)
+                _log.warning("device %d: its health cannot be read: %s: %s", index, type(error).__name__, error)
+            return None
 
     def _warn(self) -> None:
         """Once per card, and again once it has been well in between."""
