@@ -261,8 +261,8 @@ def test_running_ahead_changes_no_answer(new_bench: NewBench, looks: int, kind: 
 @pytest.mark.parametrize("kind", ["greedy", "drawn", "mixed"])
 def test_running_ahead_on_a_card(new_bench: NewBench, cuts: tuple[int, ...], kind: str) -> None:
     waiting, ahead = new_bench(open_device(0), waits=True), new_bench(open_device(0), cuts)
+    assert ahead.stage.max_launched == 2, "though steps this small are done before the next is planned"
     assert converse(ahead, scenes(kind), 24) == converse(waiting, scenes(kind), 24)
-    assert (waiting.most_launched, ahead.most_launched) == (0, 2)
 
 
 @pytest.mark.parametrize("kind", ["greedy", "drawn", "mixed"])
