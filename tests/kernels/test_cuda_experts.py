@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lamina.kernels import ops
-from lamina.kernels.buffer import Weight
+from lamina.kernels.buffer import DType, Extent, Weight
 from lamina.kernels.cuda.device import KernelCall
 from lamina.spec.quant import GgmlType
 from support import op_oracle
@@ -58,6 +58,23 @@ def test_experts_of_few_and_many_rows(
     used = [call for call in calls_of(bench) if isinstance(call, KernelCall) and call.program.file == kernel]
     assert len(used) == (2 if rows <= 8 else len(used))
     assert len(used) > 2 or rows <= 20
+
+
+def test_more_pairs_of_rows_and_float_experts_than_a_grid_counts_in_y() -> None:
+    """A grid's y and z end at 65,535: 8,192 rows with 8 experts each are one pair more."""
+    bench = emulated_bench()
+    weight, both = _experts(bench, 8, GgmlType.F16, GgmlType.F16, rows=2, cols=8)
+    x, every = bench.normal(2, 8), np.tile(np.arange(8, dtype=np.int32), (2, 1))
+    experts = bench.backend.alloc((8192, 8), DType.I32, Extent.ROWS)
+    bench.backend.upload(experts, every)
+    vectors = bench.backend.alloc((8192, 8), DType.F32, Extent.ROWS)
+    bench.backend.upload(vectors, x)
+    out = bench.output(8192, 16)
+    bench.step(2)
+    ops.expert_gated_linear(bench.backend, vectors, experts, weight, out, "silu")
+    dots = np.einsum("epoi,ri->repo", both, x.astype(np.float64))
+    wanted = op_oracle.gated(dots[:, :, 0], dots[:, :, 1], "silu").reshape(2, -1)
+    bench.assert_close("expert_gated_linear", bench.read(out)[:2], wanted)
 
 
 def test_experts_of_which_one_matrix_is_float() -> None:

@@ -11,6 +11,7 @@ from lamina.spec.step import BLOCK_TOKENS
 KV_DTYPES = ("f32", "f16", "bf16", "q8_0")
 WIRE_DTYPES = ("f32", "bf16", "f16")
 GRAPH_MODES = ("auto", "on", "off")
+MAX_ROWS = 65535  # of tokens, or rows of logits, in a step: where the grid of a CUDA launch ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,10 @@ class StageSettings:
             raise InvalidConfig(f"wire_dtype {self.wire_dtype!r} is none of {', '.join(WIRE_DTYPES)}")
         if self.cuda_graphs not in GRAPH_MODES:
             raise InvalidConfig(f"cuda_graphs {self.cuda_graphs!r} is none of {', '.join(GRAPH_MODES)}")
-        for name in ("max_rows", "max_seqs", "max_logit_rows", "max_context"):
-            if not 1 <= getattr(self, name) <= 2**24:
-                raise InvalidConfig(f"{name} must be between 1 and {2**24}, got {getattr(self, name)}")
+        limits = {"max_rows": MAX_ROWS, "max_seqs": MAX_ROWS, "max_logit_rows": MAX_ROWS, "max_context": 2**24}
+        for name, limit in limits.items():
+            if not 1 <= getattr(self, name) <= limit:
+                raise InvalidConfig(f"{name} must be between 1 and {limit}, got {getattr(self, name)}")
 
     @property
     def max_blocks_per_seq(self) -> int:

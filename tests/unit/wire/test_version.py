@@ -103,6 +103,7 @@ def test_each_setting_changes_the_digest(name: str) -> None:
         ({"block_tokens": 32}, "block_tokens is 32"),
         ({"kv_dtype": "int3"}, "'int3'"),
         ({"max_rows": 0}, "max_rows"),
+        ({"max_rows": 65536}, "max_rows must be between 1 and 65535, got 65536"),
         ({"max_seqs": 2**32 - 1}, "max_seqs"),
         ({"max_context": 2**24 + 1}, "max_context"),
         ({"cuda_graphs": "perhaps"}, "'perhaps'"),

@@ -13,7 +13,7 @@ from lamina.coordinator.planner.split_file import parse_split
 from lamina.coordinator.session import SplitChoice
 from lamina.spec.address import Address, parse_address
 from lamina.spec.errors import InvalidConfig, InvalidRequest
-from lamina.spec.placement import GRAPH_MODES, KV_DTYPES, WIRE_DTYPES, StageSettings
+from lamina.spec.placement import GRAPH_MODES, KV_DTYPES, MAX_ROWS, WIRE_DTYPES, StageSettings
 from lamina.spec.sizes import parse_size
 
 
@@ -53,7 +53,7 @@ KvDtype = Annotated[str, one_of(KV_DTYPES, "KV cache type: ", "LAMINA_KV_DTYPE")
 WireDtype = Annotated[str, one_of(WIRE_DTYPES, "Type of activations between stages: ", "LAMINA_WIRE_DTYPE")]
 CudaGraphs = Annotated[str, one_of(GRAPH_MODES, "CUDA graphs on workers that leave it open: ", "LAMINA_CUDA_GRAPHS")]
 MaxRows = Annotated[
-    int, typer.Option(help="Tokens in one step (the prefill budget).", envvar="LAMINA_MAX_ROWS", min=1, max=65536)
+    int, typer.Option(help="Tokens in one step (the prefill budget).", envvar="LAMINA_MAX_ROWS", min=1, max=MAX_ROWS)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.", envvar="LAMINA_JSON")]
 

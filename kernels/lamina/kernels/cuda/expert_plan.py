@@ -154,7 +154,7 @@ def _dense_gated(
     elements = [linear_plan.ELEMENTS[_kind(matrices.part)] for matrices in (gate, up)]
     stride = gate.part.stride if isinstance(gate.part, DensePart) else 0
     operands = (address_of(x), x.row_stride, x.num_columns, address_of(out), out.row_stride, kind)
-    grid = (ceil_div(gate.rows, _DENSE_ROWS), chosen.rows.capacity * chosen.k, 1)
+    grid = (chosen.rows.capacity * chosen.k, ceil_div(gate.rows, _DENSE_ROWS), 1)
     entry = program("expert_dense.cu", "expert_gated")
     planner.call(entry, grid, BLOCK, *gate.args, *up.args, *chosen.args, *elements, stride, *operands)
 

@@ -28,14 +28,14 @@ DEVICE float dot(const u8* row, int element, const float* x, int columns, int la
     return warp_sum(sum);
 }
 
-// Grid (blocks of 8 weight rows, pairs).
+// Grid (pairs, blocks of 8 weight rows): there may be more pairs than y counts up to.
 KERNEL __launch_bounds__(256)
 expert_gated(const Matrices gate, const Matrices up, const Selection chosen, int gate_element, int up_element,
              int weight_stride, const float* x, int x_stride, int columns, float* out, int out_stride, int kind) {
     grid_wait();
     grid_release_dependents();
-    const int r = blockIdx.y / chosen.k, rank = blockIdx.y % chosen.k, lane = threadIdx.x % 32;
-    const int row = blockIdx.x * 8 + threadIdx.x / 32;
+    const int r = blockIdx.x / chosen.k, rank = blockIdx.x % chosen.k, lane = threadIdx.x % 32;
+    const int row = blockIdx.y * 8 + threadIdx.x / 32;
     if (r >= *chosen.num_rows || row >= gate.rows) return;
     const int expert = chosen.of(r)[rank];
     const size_t at = static_cast<size_t>(row) * weight_stride;
