@@ -27,7 +27,8 @@ from lamina.rpc_worker.grammar import GrammarCompiler
 from lamina.rpc_worker.sampler import Sampler
 from lamina.spec.errors import LaminaError
 from lamina.spec.gguf import read_gguf
-from lamina.spec.ids import Epoch, SeqId
+from lamina.spec.ids import Epoch, PlacementId, SeqId
+from lamina.spec.placement import Placement
 from lamina.spec.step import AddSequence, RemoveSequence, StepDone, StepPlan
 
 Script = Callable[[AddSequence, int], int]  # (sequence, output position) -> the token with the highest logit
@@ -48,6 +49,7 @@ class ScriptedPipeline:
     """Answers every step at once, unless it is held."""
 
     def __init__(self, model: ModelFile, script: Script, random_logits: bool = False) -> None:
+        self.placement = Placement(PlacementId("scripted"), Epoch(0), 0, ())
         self.vocab_size = model.tokenizer.vocab_size
         grammars = GrammarCompiler(read_gguf(model.path).metadata, str(model.path), self.vocab_size)
         self.script = script
