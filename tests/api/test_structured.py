@@ -19,6 +19,13 @@ PERSON = {
 }
 
 
+def _nested(depth: int) -> object:
+    schema: object = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"not": schema}
+    return schema
+
+
 def json_schema(schema: object) -> dict[str, object]:
     return {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": schema}}
 
@@ -62,6 +69,10 @@ def test_white_space_is_bounded(model: ModelFile) -> None:
         ({"$ref": "#/nowhere"}, "nowhere"),
         ({"type": "string", "pattern": "("}, "regex"),
         ({"type": "object", "properties": 3}, "properties"),
+        (_nested(200), "recursion"),
+        ({"type": "integer", "minimum": 10**400}, "number out of range"),
+        ({"enum": ["\ud800"]}, "hex escape"),
+        ({"enum": ["x" * 2**18]}, "at most 262144"),
     ],
 )
 def test_a_schema_nobody_can_follow_is_a_400(model: ModelFile, schema: object, reason: str) -> None:

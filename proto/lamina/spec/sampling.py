@@ -30,16 +30,17 @@ class SamplingParams:
     num_logprobs: int = -1  # -1 = none, 0 = of the chosen token only, n = and of the n most likely
 
     def __post_init__(self) -> None:
+        # Every limit is a float32, so what is within here still is once it has been rounded for the wire.
         checks = (
             (self.temperature >= 0, "temperature must be >= 0", self.temperature),
             (0 <= self.top_k < 2**32, "top_k must be in [0, 2**32) (0 = off)", self.top_k),
-            (1e-9 <= self.top_p <= 1, "top_p must be in [1e-9, 1]", self.top_p),
+            (2**-30 <= self.top_p <= 1, "top_p must be in [2**-30, 1]", self.top_p),
             (0 <= self.min_p <= 1, "min_p must be in [0, 1]", self.min_p),
-            (1e-9 <= self.typical_p <= 1, "typical_p must be in [1e-9, 1]", self.typical_p),
+            (2**-30 <= self.typical_p <= 1, "typical_p must be in [2**-30, 1]", self.typical_p),
             (0 <= self.top_n_sigma <= 1e4, "top_n_sigma must be in [0, 10000] (0 = off)", self.top_n_sigma),
             (
-                1e-4 <= self.repetition_penalty <= 1e4,
-                "repetition_penalty must be in [1e-4, 1e4]",
+                2**-14 <= self.repetition_penalty <= 2**14,
+                "repetition_penalty must be in [2**-14, 2**14]",
                 self.repetition_penalty,
             ),
             (-2 <= self.presence_penalty <= 2, "presence_penalty must be in [-2, 2]", self.presence_penalty),

@@ -262,6 +262,19 @@ def test_a_value_out_of_range_is_refused() -> None:
         command_from_message(message, 1)
 
 
+@pytest.mark.parametrize("name", ["top_p", "min_p", "typical_p", "repetition_penalty", "top_n_sigma"])
+@pytest.mark.parametrize("value", [2**-30, 1e-9, 2**-14, 1e-4, 0.1, 0.999999999999, 2**14, 9999.99999999999, 1e4])
+def test_what_was_accepted_is_accepted_off_the_wire_though_it_was_rounded(name: str, value: float) -> None:
+    try:
+        params = SamplingParams(**{name: value})
+    except LaminaError:
+        return
+    sent = command_to_message(AddSequence(SeqId(1), params, (1,), frozenset(), 5))
+    received = command_from_message(sent, 1)
+    assert isinstance(received, AddSequence)
+    assert getattr(received.sampling, name) == np.float32(value)
+
+
 RANDOM_PLAN = st.builds(
     pb.StepPlan,
     epoch=U64,

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 # JSON allows any amount of white space anywhere, and a small model may never leave it. Enough for an indented document.
 _WHITE_SPACE = "[ \\t\\n]{1,16}"
+# OpenAI takes 120,000 characters of names and values. Compiling takes the last stage some seconds per MiB, and
+# its steps wait if a prompt is done before that.
+_MAX_CHARACTERS = 2**18
 
 
 def json_object_grammar() -> str:
@@ -27,12 +30,13 @@ def json_object_grammar() -> str:
 
 def schema_grammar(schema: Mapping[str, object]) -> str:
     """A document that `schema` accepts. Raises InvalidRequest for a schema that is wrong or cannot be enforced."""
-    return _schema_grammar(json.dumps(schema))
+    return _schema_grammar(_bounded(json.dumps(schema), "the JSON schema"))
 
 
 def lark_grammar(source: str) -> str:
     """A grammar in llguidance's Lark dialect. Raises InvalidRequest if a schema in it is wrong."""
-    return _checked(source, "the tools' parameters")
+    what = "the tools' parameters"
+    return _checked(_bounded(source, what), what)
 
 
 def embedded_schema(schema: Mapping[str, object], *, strict: bool) -> str:
@@ -45,7 +49,19 @@ def embedded_schema(schema: Mapping[str, object], *, strict: bool) -> str:
 @lru_cache(maxsize=64)
 def _schema_grammar(schema: str) -> str:
     overrides: JsonCompileOptions = {"whitespace_pattern": _WHITE_SPACE}
-    return _checked(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides), "the JSON schema")
+    try:
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+    except ValueError as error:  # its own reader of JSON takes less than Python's: depth, large numbers, surrogates
+        raise InvalidRequest(f"the JSON schema cannot be enforced: {error}") from None
+    return _checked(grammar, "the JSON schema")
+
+
+def _bounded(source: str, what: str) -> str:
+    if len(source) > _MAX_CHARACTERS:
+        raise InvalidRequest(
+            f"{what} cannot be enforced: {len(source)} characters, at most {_MAX_CHARACTERS} are taken"
+        )
+    return source
 
 
 @lru_cache(maxsize=64)
