@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lamina.spec.device import PROTOCOL_MAJOR, DeviceHealth, DeviceProfile, GraphCounts, Version
 from lamina.spec.errors import InvalidConfig, VersionMismatch
 from lamina.spec.ids import DeviceId, WorkerName
-from lamina.spec.placement import KV_DTYPES, WIRE_DTYPES, StageSettings
+from lamina.spec.placement import KV_DTYPES, MAX_ROWS, WIRE_DTYPES, StageSettings
 from lamina.spec.quant import GgmlType
 from lamina.v1 import cluster_pb2, step_pb2
 from lamina.v1 import worker_pb2 as wpb
@@ -64,9 +64,9 @@ def test_versions_come_back(product: str, major: int, minor: int, digest: bytes)
 @given(
     st.builds(
         StageSettings,
-        max_rows=st.integers(1, 2**24),
-        max_seqs=st.integers(1, 2**24),
-        max_logit_rows=st.integers(1, 2**24),
+        max_rows=st.integers(1, MAX_ROWS),
+        max_seqs=st.integers(1, MAX_ROWS),
+        max_logit_rows=st.integers(1, MAX_ROWS),
         max_context=st.integers(1, 2**24),
         kv_dtype=st.sampled_from(KV_DTYPES),
         wire_dtype=st.sampled_from(WIRE_DTYPES),
