@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from lamina.kernels.backend import Backend, Graph, GraphDecision
 from lamina.kernels.buffer import StepShape
 from lamina.spec.device import GraphCounts
-from lamina.spec.errors import LaminaError
+from lamina.spec.errors import CapacityExceeded, LaminaError
 
 _log = logging.getLogger(__name__)
 _TRIALS = 3
+_RETRY_S = 10.0  # a device that was full is asked again after this long
 _WORTHWHILE = 0.97  # of the time op by op: a recording that saves less than 3 % is not worth its memory
 
 
@@ -64,6 +65,7 @@ class GraphCache:
         self._clock = clock
         self._graphs: OrderedDict[Hashable, _Held] = OrderedDict()  # the one replayed last comes last
         self._eager: dict[Hashable, str] = {}  # buckets that are run op by op, and why
+        self._retry_at_s = float("-inf")  # no capture before: the device was full
         self._held_bytes = 0
         self._vetoes: Counter[str] = Counter()
         self.num_captures = 0
@@ -110,6 +112,7 @@ class GraphCache:
             self._graphs.popitem()[1].graph.destroy()
         self._held_bytes = 0
         self._eager.clear()
+        self._retry_at_s = float("-inf")
 
     def _recording(
         self, fn: Callable[[], None], shape: StepShape, rerun: Rerun | None, variant: Hashable
@@ -123,11 +126,12 @@ class GraphCache:
             self._graphs.move_to_end(bucket)
             return held
         reason = "step too large" if bucket is None else self._eager.get(bucket)
-        if reason is None:
+        if reason is None and self._clock() >= self._retry_at_s:
             held = self._capture(bucket, fn, shape, rerun)
             if held is not None:
                 return held
-            reason = self._eager[bucket]
+            reason = self._eager.get(bucket)
+        reason = reason or "no memory"
         self._vetoes[reason] += 1
         return None
 
@@ -135,7 +139,11 @@ class GraphCache:
         """A new recording; one that fails costs the recording, not the step. Ops at fault say so when they run."""
         try:
             graph = self._backend.capture(fn, shape)
-        except (LaminaError, RuntimeError, MemoryError) as error:
+        except (CapacityExceeded, MemoryError) as error:  # others may give some back
+            _log.warning("%s: no recording of steps like %s for now: %s", self._backend.name, bucket, error)
+            self._retry_at_s = self._clock() + _RETRY_S
+            return None
+        except (LaminaError, RuntimeError) as error:
             self._give_up(bucket, "capture failed", f"{type(error).__name__}: {error}")
             return None
         self.num_captures += 1
@@ -143,7 +151,11 @@ class GraphCache:
         if graph.num_bytes > self._limits.max_bytes:
             fault = "too many bytes", f"{graph.num_bytes}, {self._limits.max_bytes} are allowed"
         elif self._decision.probe and rerun is not None:
-            fault = _trial(self._backend, fn, graph, shape, rerun)
+            try:
+                fault = _trial(self._backend, fn, graph, shape, rerun)
+            except BaseException:  # the step's own fault, and its loss
+                graph.destroy()
+                raise
             rerun.restore()
         if fault is not None:
             graph.destroy()
