@@ -58,6 +58,9 @@ class DeviceProfile:
     health: DeviceHealth | None = None  # None where nothing measures it
 
 
+GRAPH_VETOES = ("step too large", "capture failed", "no memory", "too many bytes", "results differ", "not faster")
+
+
 @dataclass(frozen=True, slots=True)
 class GraphCounts:
     """Recorded steps of a stage since it was loaded; `vetoes` are steps run op by op though recordings are on."""
@@ -67,7 +70,7 @@ class GraphCounts:
     evictions: int = 0
     held: int = 0
     held_bytes: int = 0
-    vetoes: Mapping[str, int] = field(default_factory=dict)  # by reason
+    vetoes: Mapping[str, int] = field(default_factory=dict)  # by reason, of GRAPH_VETOES
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,18 @@ def test_recorded_steps_are_scraped() -> None:
     assert found['lamina_graph_replays_total{stage="1",worker="b"}'] == 0
 
 
+def test_reasons_that_we_do_not_know_are_one_label() -> None:
+    """C-15: a worker of another version must not make a time series of every string."""
+    counts = GraphCounts(vetoes={"not faster": 3, **{f"because of {i}": 2 for i in range(50)}})
+    found = _scraped(graph_metrics([("a", 0, counts)]))
+    vetoes = {name: value for name, value in found.items() if "vetoes" in name}
+    where = 'stage="0",worker="a"'
+    assert vetoes == {
+        f'lamina_graph_vetoes_total{{reason="not faster",{where}}}': 3,
+        f'lamina_graph_vetoes_total{{reason="other",{where}}}': 100,
+    }
+
+
 class _Server:
     """Answers /admin/cluster."""
 

@@ -1,11 +1,12 @@
 """What workers say of their cards and recorded steps, as Prometheus metrics and as plain objects. Pure."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from lamina.spec.device import DeviceHealth, GraphCounts, WorkerProfile
+from lamina.spec.device import GRAPH_VETOES, DeviceHealth, GraphCounts, WorkerProfile
 
 # metric, help, field of DeviceHealth
 _GAUGES = (
@@ -56,8 +57,11 @@ def graph_metrics(stages: Iterable[tuple[str, int, GraphCounts]]) -> Iterator[Me
     for worker, stage, counts in stages:
         held.add_metric([worker, str(stage)], counts.held)
         held_bytes.add_metric([worker, str(stage)], counts.held_bytes)
+        by_label: Counter[str] = Counter()  # a worker's strings are no labels: each would be a time series
         for reason, count in counts.vetoes.items():
-            vetoes.add_metric([worker, str(stage), reason], count)
+            by_label[reason if reason in GRAPH_VETOES else "other"] += count
+        for label, count in by_label.items():
+            vetoes.add_metric([worker, str(stage), label], count)
     yield from (held, held_bytes, vetoes)
 
 
