@@ -2,7 +2,7 @@
 
 import pytest
 
-from lamina.rpc_worker.stage_facts import StepMeter
+from lamina.rpc_worker.stage_facts import StepCounts, StepMeter
 from lamina.spec.ids import Epoch, SeqId, StepId
 from lamina.spec.step import SeqSlice, StepPlan, Tokens
 
@@ -25,8 +25,17 @@ def test_overlapping_steps_are_busy_once() -> None:
     for start_s, end_s, num_rows in ((0.0, 3.0, 1), (1.0, 4.0, 1), (9.0, 14.0, 5)):
         clock.now = end_s
         meter.count(start_s, plan(num_rows))
-    assert (meter.num_steps, meter.busy_s) == (3, 9.0)
-    assert (meter.num_prefill_steps, meter.prefill_busy_s) == (1, 5.0)
+    assert meter.counts == StepCounts(3, 9.0, num_prefill_steps=1, prefill_busy_s=5.0)
+
+
+def test_counts_are_of_one_moment() -> None:
+    """A scrape between two additions must not see a prompt's step among those without: a counter would step back."""
+    clock = Clock()
+    meter = StepMeter(clock)
+    seen = meter.counts
+    meter.count(0.0, plan(2))
+    assert seen == StepCounts()
+    assert meter.counts == StepCounts(1, 0.0, 1, 0.0)
 
 
 def run(meter: StepMeter, clock: Clock, seconds: float, num_rows: int = 1, *, recorded: bool = False) -> float:

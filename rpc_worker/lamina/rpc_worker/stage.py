@@ -337,15 +337,16 @@ class Stage:
     @property
     def facts(self) -> StageFacts:
         """The stage now. From any thread: while steps run, numbers may be those before or after the present one."""
+        counts = self._meter.counts
         return replace(
             self._memory,
-            num_steps=self._meter.num_steps,
-            busy_s=self._meter.busy_s,
+            num_steps=counts.num_steps,
+            busy_s=counts.busy_s,
             num_sequences=len(self._tables),
             graphs=self._graphs.counts,
             compute_dtype=self._precision.dtype.value,
-            num_prefill_steps=self._meter.num_prefill_steps,
-            prefill_busy_s=self._meter.prefill_busy_s,
+            num_prefill_steps=counts.num_prefill_steps,
+            prefill_busy_s=counts.prefill_busy_s,
         )
 
     def _publish_memory(self) -> None:

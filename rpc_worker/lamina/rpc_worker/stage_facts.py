@@ -28,13 +28,22 @@ class StageFacts:
     prefill_busy_s: float = 0.0  # of busy_s, in those
 
 
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """What `StageFacts` says of steps."""
+
+    num_steps: int = 0
+    busy_s: float = 0.0
+    num_prefill_steps: int = 0
+    prefill_busy_s: float = 0.0
+
+
 class StepMeter:
-    """Counts steps and times them. Written by the compute thread, read by any."""
+    """Counts steps and times them. Written by the compute thread; `counts` is replaced as a whole, for any to read."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self.num_steps = self.num_prefill_steps = 0
-        self.busy_s = self.prefill_busy_s = 0.0
+        self.counts = StepCounts()
         self._last_end_s = 0.0
         # What a step is expected to take, by its rows. Only one that was looked at in vain before it was done has told
         # how long it took; after another, which may have been looked at late, the expectation is halved.
@@ -59,11 +68,13 @@ class StepMeter:
         else:
             self._expected_s[rows] = self._expected_s.get(rows, 0.0) / 2
         self._looked_in_vain = False
-        self.num_steps += 1
-        self.busy_s += busy_s
-        if plan.num_rows > len(plan.slices):
-            self.num_prefill_steps += 1
-            self.prefill_busy_s += busy_s
+        before, has_prompt = self.counts, plan.num_rows > len(plan.slices)
+        self.counts = StepCounts(
+            before.num_steps + 1,
+            before.busy_s + busy_s,
+            before.num_prefill_steps + has_prompt,
+            before.prefill_busy_s + has_prompt * busy_s,
+        )
 
     def due_s(self, start_s: float, plan: StepPlan) -> float:
         """When the oldest step under way is nearly done, if it takes as long as expected."""

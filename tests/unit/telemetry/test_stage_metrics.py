@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -46,6 +47,14 @@ def test_steps_by_phase_and_the_bubble() -> None:
         assert f"lamina_stage_step_seconds_count{labels} {count}.0" in text
         assert f"lamina_stage_step_seconds_sum{labels} {total}" in text
     assert 'lamina_stage_bubble_ratio{stage="1",worker="w1"} 0.25' in text
+
+
+def test_counts_of_a_worker_that_cannot_be_are_not_negative() -> None:
+    """Prometheus takes no counter below 0."""
+    text = exposed(stage_metrics([replace(LOOK, stage=replace(STAGE, num_prefill_steps=101, prefill_busy_s=8.0))]))
+    labels = '{phase="decode",stage="1",worker="w1"}'
+    assert f"lamina_stage_step_seconds_count{labels} 0.0" in text
+    assert f"lamina_stage_step_seconds_sum{labels} 0.0" in text
 
 
 def test_edges() -> None:

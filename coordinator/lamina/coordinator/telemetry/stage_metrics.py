@@ -54,7 +54,7 @@ def stage_metrics(looks: Iterable[StageLook]) -> Iterator[Metric]:
         stage, labels = look.stage, [look.worker, str(look.stage.stage)]
         num_decodes, decode_s = stage.num_steps - stage.num_prefill_steps, stage.busy_s - stage.prefill_busy_s
         steps.add_metric([*labels, "prefill"], stage.num_prefill_steps, stage.prefill_busy_s)
-        steps.add_metric([*labels, "decode"], num_decodes, max(0.0, decode_s))
+        steps.add_metric([*labels, "decode"], max(0, num_decodes), max(0.0, decode_s))
         bubble.add_metric(labels, 1 - look.busy_ratio)
     yield from (steps, bubble)
 
