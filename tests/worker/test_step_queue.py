@@ -382,3 +382,14 @@ def test_a_token_on_the_device_is_as_good_as_one_on_the_host() -> None:
     queue.add_plan(plan(2, (1, 2, FromSample(StepId(1), 2))))
     queue.add_done(done(1, (1, 2, 52)))
     assert ids(drain(queue)) == [[52]]
+
+
+def test_a_sequence_that_ended_leaves_nothing() -> None:
+    """Not even where its last token never came to the host: an edge may break."""
+    queue = new_queue(takes_tokens=True)
+    queue.add_plan(plan(0, (1, 0, Tokens((7,)))))
+    queue.add_plan(plan(1, (1, 1, FromSample(StepId(0), 0))))
+    drain(queue)
+    assert queue.pop_ready({(SeqId(1), 1): 0}) is not None
+    queue.add_edit(RemoveSequence(SeqId(1)))
+    assert not queue._fed_on_device

@@ -118,6 +118,7 @@ class StepQueue:
         if isinstance(edit, RemoveSequence):
             for key in [key for key in self._tokens if key[0] == edit.seq]:
                 del self._tokens[key]
+            self._fed_on_device = {key for key in self._fed_on_device if key[0] != edit.seq}
 
     @_locked
     def add_frame(self, frame: pb.Frame) -> None:
