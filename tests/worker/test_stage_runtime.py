@@ -1,175 +1,18 @@
 """A stage on the event loop, with its device and edges faked: what is posted, sent, relayed and refused, and when."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+import logging
 
-import numpy as np
 import pytest
 
-from lamina.rpc_worker.device_thread import Worker
-from lamina.rpc_worker.stage import LaunchedStep, StageResult
 from lamina.rpc_worker.stage_facts import StageFacts
-from lamina.rpc_worker.stage_model import Outcome
-from lamina.rpc_worker.stage_runtime import StageKey, StageRuntime
-from lamina.rpc_worker.step_queue import ReadyStep
+from lamina.rpc_worker.stage_runtime import StageKey
 from lamina.spec.errors import InvalidPlan, LaminaError, StaleEpoch, Unavailable, WorkerLost
-from lamina.spec.ids import Epoch, PlacementId, SeqId, StepId
-from lamina.spec.model import LayerRange
-from lamina.spec.placement import StageSettings
+from lamina.spec.ids import Epoch, PlacementId, SeqId
 from lamina.spec.sampling import SamplingParams
-from lamina.spec.step import (
-    MAX_RUN_AHEAD,
-    AddSequence,
-    RemoveSequence,
-    SampledToken,
-    SeqSlice,
-    StepDone,
-    StepPlan,
-    Tokens,
-)
+from lamina.spec.step import MAX_RUN_AHEAD, AddSequence, RemoveSequence
 from lamina.v1 import step_pb2 as pb
-from support.planner_models import demand_of
-
-SPEC = demand_of(4, [32] * 4).spec
-SETTINGS = StageSettings(max_rows=4, max_seqs=2, max_logit_rows=2, max_context=64)
-
-
-class FakeStage:
-    """Answers each step at once; remembers what it was told."""
-
-    def __init__(self, is_last: bool) -> None:
-        self.is_last = is_last
-        self.facts = StageFacts(cache_bytes=1)
-        self.told: list[str] = []  # edits and steps
-        self.nonfinite = 0
-
-    max_launched = 1
-
-    def prepare(self, plan: StepPlan) -> StepPlan:
-        return plan
-
-    def launch(self, ready: ReadyStep, prepared: StepPlan | None, *, sampled: None, hands_over: bool) -> LaunchedStep:
-        assert prepared in (None, ready.plan)
-        assert not hands_over
-        return LaunchedStep(ready, Outcome(np.zeros(0), None), 0.0)  # type: ignore[arg-type]
-
-    def due_s(self, launched: LaunchedStep) -> float:
-        return 0.0
-
-    def is_done(self, launched: LaunchedStep) -> bool:
-        return True
-
-    def finish(self, launched: LaunchedStep) -> StageResult:
-        ready = launched.ready
-        if not self.is_last:
-            return StageResult(ready, np.ones((ready.plan.num_rows, SPEC.hidden), np.float32), None, self.nonfinite)
-        tokens = tuple(SampledToken(piece.seq, piece.end, 5) for piece in ready.plan.slices)
-        return StageResult(ready, None, StepDone(ready.plan.epoch, ready.plan.step, tokens), 0)
-
-    def add_sequence(self, add: AddSequence) -> None:
-        self.told.append(f"add {add.seq}")
-
-    def remove_sequence(self, seq: SeqId) -> None:
-        self.told.append(f"remove {seq}")
-
-    def reset_sequences(self) -> None:
-        self.told.append("reset")
-
-
-class FakeDevice:
-    """Holds what it is given until `work` runs it; the loop hears at once."""
-
-    def __init__(self) -> None:
-        self.queue: list[Callable[[], Any]] = []
-
-    def post(self, fn: Callable[[], Any], on_done: Callable[[Any], None]) -> None:
-        def job() -> None:
-            try:
-                outcome = fn()
-            except Exception as error:
-                outcome = error
-            on_done(outcome)
-
-        self.queue.append(job)
-
-    def wake(self, worker: Worker) -> None:
-        self.queue.append(worker.advance)
-
-    def tell_loop(self, fn: Callable[[], None]) -> None:
-        fn()
-
-    def work(self) -> None:
-        while self.queue:
-            self.queue.pop(0)()
-
-
-class FakeLink:
-    """Remembers what was sent."""
-
-    rtt_s = 0.0
-    num_bytes = queue_depth = 0
-
-    def __init__(self) -> None:
-        self.sent: list[pb.FramesRequest] = []
-        self.closed = False
-
-    def send(self, message: pb.FramesRequest) -> None:
-        self.sent.append(message)
-
-    async def close(self) -> None:
-        self.closed = True
-
-
-class Bench:
-    """Stage `index` of two, controlled, linked."""
-
-    def __init__(self, index: int, num_stages: int = 2) -> None:
-        self.stage = FakeStage(index == num_stages - 1)
-        self.device = FakeDevice()
-        self.link = FakeLink()
-        self.runtime = StageRuntime(
-            StageKey(PlacementId("p"), Epoch(1), index, num_stages),
-            self.stage,  # type: ignore[arg-type]
-            self.device,  # type: ignore[arg-type]
-            SPEC,
-            LayerRange(2 * index, 2 * index + 2),
-            SETTINGS,
-            "a",
-        )
-        self.responses = self.runtime.attach_controller()
-
-    def plan(self, step: int) -> None:
-        piece = SeqSlice(SeqId(step), 0, 1, Tokens((1,)), ((),), True)
-        self.runtime.handle_command(StepPlan(Epoch(1), StepId(step), (piece,)))
-
-    def frame(self, step: int) -> None:
-        frame = pb.Frame(epoch=1, step=step, dtype=pb.FRAME_DTYPE_F32, rows=1, hidden=SPEC.hidden)
-        frame.payload = bytes(4 * SPEC.hidden)
-        self.runtime.handle_frames_message(pb.FramesRequest(frame=frame))
-
-    def answers(self) -> list[str]:
-        """What went to the coordinator: steps (`r` where they need a relay), failures, the end."""
-        found = []
-        while not self.responses.empty():
-            response = self.responses.get_nowait()
-            if response is None:
-                found.append("end")
-            elif response.HasField("failure"):
-                found.append(f"{response.failure.error}: {response.failure.message}")
-            else:
-                found.append(f"{response.done.step}{'r' if response.done.needs_relay else ''}")
-        return found
-
-
-def scene(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Run an async test."""
-
-    def run() -> None:
-        asyncio.run(test())
-
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
-    return run
+from support.runtime_bench import Bench, FakeLink, scene
 
 
 @scene
@@ -247,6 +90,31 @@ async def test_tokens_that_a_first_stage_of_this_process_refuses_are_relayed() -
         last.frame(step)
     last.device.work()
     assert last.answers() == ["0r", "1r"]
+
+
+def test_a_normal_end_with_a_step_under_way_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    """The next stage hears of it first: nobody needs to be warned of what a coordinator wanted."""
+    asyncio.run(_ends_one_by_one())
+    assert [record.message for record in caplog.records if record.levelno >= logging.INFO] == []
+    asyncio.run(_ends_one_by_one(WorkerLost("connection lost")))
+    assert "feedback edge lost, tokens go through the coordinator: connection lost" in caplog.text
+    assert "edge to stage 1 lost: connection lost" in caplog.text
+
+
+async def _ends_one_by_one(loss: LaminaError | None = None) -> None:
+    """The next stage of each ends, or is lost, before the answer to a step is there."""
+    first, last = Bench(0), Bench(1)
+    for bench, following in ((first, Bench(1)), (last, Bench(0))):
+        await bench.runtime.attach_neighbour(following.runtime)
+        bench.plan(0)
+        await following.runtime.end()
+        if loss is not None:
+            bench.runtime.link_lost(loss)
+    last.frame(0)
+    for bench in (first, last):
+        bench.device.work()
+    assert last.answers() == ["0r"]
+    assert first.answers()[0].startswith("WorkerLost")
 
 
 @scene

@@ -194,13 +194,19 @@ class StageRuntime:
         await self._replace_link(None)
 
     def link_lost(self, error: LaminaError) -> None:
-        """The edge forward broke. Losing the feedback edge costs speed, any other ends the stage's epoch."""
+        """The edge forward broke. Losing the feedback edge costs speed, any other ends the stage's epoch.
+
+        With a step under way that is how an epoch ends where the next stage hears of it first: no news to anybody.
+        """
         self._link = None
         self._runner.attach_neighbour(None)
+        is_over = isinstance(error, StaleEpoch)
         if not self.key.is_last:
-            self.fail(WorkerLost(f"edge to stage {self.key.next_index} lost: {error}"))
+            level = logging.DEBUG if is_over else logging.ERROR
+            self.fail(WorkerLost(f"edge to stage {self.key.next_index} lost: {error}"), level)
             return
-        _log.warning("%s: feedback edge lost, tokens go through the coordinator: %s", self._who, error)
+        level = logging.DEBUG if is_over else logging.WARNING
+        _log.log(level, "%s: feedback edge lost, tokens go through the coordinator: %s", self._who, error)
         for answer in self._sent_back:  # stage 0 may lack any of these, and keeps the first of two
             answer.needs_relay = True
             self._respond(pb.StepsResponse(done=answer))
@@ -218,7 +224,7 @@ class StageRuntime:
 
     # -- steps
 
-    def fail(self, error: LaminaError) -> None:
+    def fail(self, error: LaminaError, level: int = logging.ERROR) -> None:
         """Tell the coordinator that this stage runs no further step of this epoch, and end its stream.
 
         Without a coordinator yet, the next that comes is told.
@@ -227,7 +233,7 @@ class StageRuntime:
             return
         self._runner.stop()
         self._failure = failure = type(error)(f"{self._who}: {error}")
-        _log.error("%s", failure)
+        _log.log(level, "%s", failure)
         if self._responses is not None:
             self._responses.put_nowait(pb.StepsResponse(failure=_failure_message(failure)))
             self._responses.put_nowait(None)
