@@ -65,7 +65,8 @@ def returned(lost: WorkerProcess) -> Iterator[None]:
 
 def test_streams_outlive_a_lost_worker() -> None:
     """C-18: the text is the one that an undisturbed run gives, a grammar goes on, pings keep the connection alive."""
-    form = {"type": "json_schema", "json_schema": {"schema": {"type": "array", "items": {"type": "integer"}}}}
+    array = {"type": "array", "items": {"type": "integer"}, "minItems": 100}  # not done before the worker is lost
+    form = {"type": "json_schema", "json_schema": {"schema": array}}
     schema: dict[str, object] = {"response_format": form, "max_tokens": 150, "ignore_eos": False}
     with running_cluster(smollm2_path(), extra=OPTIONS) as cluster:
         whole = Stream(cluster)
