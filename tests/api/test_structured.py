@@ -71,7 +71,6 @@ def test_white_space_is_bounded(model: ModelFile) -> None:
         ({"type": "object", "properties": 3}, "properties"),
         (_nested(200), "recursion"),
         ({"type": "integer", "minimum": 10**400}, "number out of range"),
-        ({"enum": ["\ud800"]}, "hex escape"),
         ({"enum": ["x" * 2**18]}, "at most 262144"),
     ],
 )
