@@ -18,6 +18,7 @@ from lamina.kernels.cpu.backend import CpuBackend, TapeGraph
 from lamina.kernels.cpu.descriptors import Isa, OpDesc, OpKind
 from lamina.kernels.cpu.threads import usable_cores
 from lamina.kernels.ops import LaunchError
+from lamina.kernels.registry import select_backend
 from lamina.spec.errors import CapacityExceeded, InvalidConfig, InvalidPlan
 from lamina.spec.quant import GgmlType
 from support.backends import BACKENDS, Bench, create_or_skip
@@ -73,19 +74,34 @@ def test_impossible_thread_counts_are_refused(backend: CpuBackend, threads: int)
 
 def test_a_missing_library_is_unsupported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """B-02: without the library the backend says what to do, so that the registry falls back."""
-    monkeypatch.setenv(library.LIBRARY_VARIABLE, str(tmp_path / "absent.so"))
+    monkeypatch.setattr(library, "_candidates", lambda: iter([tmp_path / "absent.so"]))
     with pytest.raises(Unsupported, match=r"not built .*install lamina with a C\+\+ compiler"):
         library.load_library.__wrapped__()
     (tmp_path / "wrong.so").write_bytes(b"not a library")
-    monkeypatch.setenv(library.LIBRARY_VARIABLE, str(tmp_path / "wrong.so"))
-    with pytest.raises(Unsupported, match="cannot be loaded"):
+    monkeypatch.setattr(library, "_candidates", lambda: iter([tmp_path / "wrong.so"]))
+    with pytest.raises(Unsupported, match=r"cannot be loaded .* reinstall lamina"):
         library.load_library.__wrapped__()
 
 
+@pytest.mark.parametrize("name", ["absent.so", "wrong.so"])
+def test_a_library_that_was_named_is_the_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    """Who names a file wants no other kernels, ten times slower: the worker does not start."""
+    (tmp_path / "wrong.so").write_bytes(b"not a library")
+    monkeypatch.setenv(library.LIBRARY_VARIABLE, str(tmp_path / name))
+    monkeypatch.setattr(cpu_backend, "load_library", library.load_library.__wrapped__)
+    with pytest.raises(InvalidConfig, match=rf"^LAMINA_CPU_LIBRARY: \S+{name} cannot be loaded .*unset the variable$"):
+        select_backend("cpu")
+
+
 def test_a_library_of_another_abi_is_refused(monkeypatch: pytest.MonkeyPatch, backend: CpuBackend) -> None:
-    """A stale build beside a newer package must not be called."""
+    """A stale build beside a newer package must not be called, and an explicit one is an error of its own."""
+    path = library.load_library().path
     monkeypatch.setattr(library, "ABI_VERSION", 999)
+    monkeypatch.delenv(library.LIBRARY_VARIABLE, raising=False)
     with pytest.raises(Unsupported, match="999"):
+        library.load_library.__wrapped__()
+    monkeypatch.setenv(library.LIBRARY_VARIABLE, str(path))
+    with pytest.raises(InvalidConfig, match=r"LAMINA_CPU_LIBRARY: .* this package needs .*999"):
         library.load_library.__wrapped__()
 
 

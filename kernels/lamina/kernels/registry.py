@@ -48,7 +48,12 @@ class Selection:
     def explain(self) -> str:
         """One line: what serves the device, and why not something faster."""
         chosen = f"{self.device}: {self.implementation} ({self.backend.capabilities.kernel})"
-        return "; ".join([chosen, *(f"not {name}: {reason}" for name, reason in self.passed_over)])
+        return f"{chosen}; {self.why_not_better}" if self.passed_over else chosen
+
+    @property
+    def why_not_better(self) -> str:
+        """Why each better implementation does not serve; empty for the best."""
+        return "; ".join(f"not {name}: {reason}" for name, reason in self.passed_over)
 
 
 def select_backend(

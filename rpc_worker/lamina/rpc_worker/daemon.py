@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from lamina.kernels.backend import Backend, GraphMode
-from lamina.kernels.registry import create_backend
+from lamina.kernels.registry import select_backend
 from lamina.rpc_worker.describe import device_profile, device_table
 from lamina.rpc_worker.device_thread import DeviceThread
 from lamina.rpc_worker.join import stay_joined
@@ -125,13 +125,16 @@ async def _until_stopped(stop: asyncio.Event, settings: WorkerSettings) -> None:
 
 
 async def _start_device(name: str, settings: WorkerSettings) -> DeviceThread:
-    backend = create_backend(
+    selection = select_backend(
         name,
         threads=settings.num_threads,
         max_memory_bytes=settings.max_memory_bytes,
         graphs=GraphMode(settings.cuda_graphs),
     )
-    device = DeviceThread(backend, f"compute-{name}")
+    if selection.passed_over:
+        _log.warning("%s", selection.explain())
+    device = DeviceThread(selection.backend, f"compute-{name}")
+    device.served_by = f"{selection.implementation} ({selection.why_not_better})" if selection.passed_over else ""
     await device.start()
     return device
 
@@ -166,7 +169,7 @@ def _announce(settings: WorkerSettings, devices: tuple[DeviceThread, ...]) -> No
         device_profile(DeviceId(worker, index), device.backend, device.last_facts)
         for index, device in enumerate(devices)
     ]
-    print(device_table(profiles), end="")
+    print(device_table(profiles, [device.served_by for device in devices]), end="")
     for device in devices:
         _log_choices(settings, device.backend)
     print(f"worker {settings.name}, {own_version()}, listening on {settings.listen}", flush=True)

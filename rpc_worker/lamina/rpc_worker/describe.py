@@ -1,9 +1,11 @@
 """What a worker says of its devices and stages: for `Describe` and for the table at start."""
 
 import io
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lamina.kernels.backend import Backend, DeviceFacts
 from lamina.rpc_worker.stage_runtime import StageRuntime
@@ -67,15 +69,20 @@ def stage_message(runtime: StageRuntime, device: int) -> wpb.LoadedStage:
     )
 
 
-def device_table(profiles: list[DeviceProfile]) -> str:
-    """What is printed at start: a few lines per device, which fit a terminal of 80 columns whatever its name."""
+def device_table(profiles: Sequence[DeviceProfile], served_by: Sequence[str]) -> str:
+    """What is printed at start: a few lines per device, which fit a terminal of 80 columns whatever its name.
+
+    `served_by` says of each by what in place of something faster, and why; empty where there is nothing faster.
+    """
     table = Table(box=None, show_header=False, pad_edge=False)
-    for profile in profiles:
+    for profile, instead in zip(profiles, served_by, strict=True):
         free, total = (size / 2**30 for size in (profile.free_bytes, profile.total_bytes))
         table.add_row(f"{profile.id.index}: {profile.kind}", "name", profile.name)
         table.add_row("", "memory", f"{free:.1f} of {total:.1f} GiB free")
         threads = f", {profile.threads} thread{'s' * (profile.threads > 1)}" if profile.threads else ""
         table.add_row("", "kernels", f"{profile.kernel}{threads}")
+        if instead:
+            table.add_row("", "served by", Text(instead))
         table.add_row("", "compute", f"{profile.compute_dtype}, graphs {'on' if profile.graphs else 'off'}")
         table.add_row("", "KV cache", " ".join(profile.kv_dtypes))
     console = Console(file=io.StringIO(), width=80, highlight=False)

@@ -40,6 +40,7 @@ class DeviceThread:
     """
 
     last_facts: DeviceFacts
+    served_by: str = ""  # an implementation that is not the best there could be, and why, for people
 
     def __init__(self, backend: Backend, name: str) -> None:
         self.backend = backend

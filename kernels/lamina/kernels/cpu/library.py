@@ -63,8 +63,14 @@ def load_library() -> NativeLibrary:
 
     Searched: the file that LAMINA_CPU_LIBRARY names, then beside this module, then in every portion of the `lamina`
     namespace (editable installs put it elsewhere than the sources). Raises Unsupported if there is none or it does not
-    fit this version of the package.
+    fit this version of the package; InvalidConfig if that is so of a file that was named.
     """
+    named = os.environ.get(LIBRARY_VARIABLE)
+    if named:
+        try:
+            return _open(Path(named))
+        except Unsupported as error:
+            raise InvalidConfig(f"{LIBRARY_VARIABLE}: {error}, or unset the variable") from None
     candidates = list(_candidates())
     for path in candidates:
         if path.is_file():
@@ -74,10 +80,6 @@ def load_library() -> NativeLibrary:
 
 
 def _candidates() -> Iterator[Path]:
-    named = os.environ.get(LIBRARY_VARIABLE)
-    if named:
-        yield Path(named)
-        return
     suffix = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
     name = f"{'' if sys.platform == 'win32' else 'lib'}lamina_cpu{suffix}"
     yield Path(__file__).parent / name
