@@ -62,7 +62,8 @@ def error_from_rpc(rpc: grpc.aio.AioRpcError, who: str) -> errors.LaminaError:
     if isinstance(named, str):
         return error_from_name(named, f"{who}: {details}")
     match rpc.code():
-        case grpc.StatusCode.UNAVAILABLE:
+        # gRPC's own word for a write that met the loss before its status came; a worker's INTERNAL bears a name.
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.INTERNAL:
             return errors.WorkerLost(f"{who}: connection lost ({details})")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return errors.WorkerUnreachable(f"{who}: no answer within the deadline")
