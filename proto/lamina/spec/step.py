@@ -26,7 +26,8 @@ Part = TypeVar("Part", bound=tuple[object, ...])
 # wait, and a frozen dataclass costs three times as much to make.
 def from_tuple(kind: type[Part]) -> Callable[[tuple[object, ...]], Part]:
     """Makes a NamedTuple of all its fields in order, twice as fast as its own constructor, which is Python code."""
-    return cast(Callable[[tuple[object, ...]], Part], partial(tuple.__new__, kind))
+    # The type is a string because this runs in every step: making a Callable[...] takes longer than making a slice.
+    return cast("Callable[[tuple[object, ...]], Part]", partial(tuple.__new__, kind))
 
 
 class Tokens(NamedTuple):
