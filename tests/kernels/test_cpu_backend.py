@@ -11,7 +11,7 @@ import pytest
 
 from lamina.kernels import ops
 from lamina.kernels.backend import Unsupported
-from lamina.kernels.buffer import DType, Extent, StepShape
+from lamina.kernels.buffer import DType, ExpertLimits, Extent, StepLimits, StepShape
 from lamina.kernels.cpu import backend as cpu_backend
 from lamina.kernels.cpu import library
 from lamina.kernels.cpu.backend import CpuBackend, TapeGraph
@@ -103,6 +103,27 @@ def test_a_library_of_another_abi_is_refused(monkeypatch: pytest.MonkeyPatch, ba
     monkeypatch.setenv(library.LIBRARY_VARIABLE, str(path))
     with pytest.raises(InvalidConfig, match=r"LAMINA_CPU_LIBRARY: .* this package needs .*999"):
         library.load_library.__wrapped__()
+
+
+@pytest.mark.parametrize("kind", [GgmlType.Q4_K, GgmlType.F32], ids=str)
+def test_scratch_of_experts_is_taken_at_load(kind: GgmlType) -> None:
+    """B-42: what workspace_bytes announced is what is taken, of every thread, and steps take nothing more."""
+    backend = CpuBackend(threads=2)
+    bench = Bench(backend, BACKENDS["cpu"], np.random.default_rng(5))
+    limits = StepLimits(70, 4, 4, 8, ExpertLimits(6, 3, hidden=256, intermediate=512))
+    backend.reserve_workspace(limits, 512, 1024)
+    taken = backend._functions.lamina_team_scratch_bytes(backend._team)
+    assert backend.workspace_bytes(limits, 512, 1024) <= taken < backend.workspace_bytes(limits, 512, 1024) + 8192
+    both, _, _ = bench.weight(*[(kind, 512)] * 12, cols=256)
+    down, _, _ = bench.weight(*[(kind, 256)] * 6, cols=512)
+    for rows in (1, 70):
+        chosen = bench.ints(np.stack([bench.rng.permutation(6)[:3] for _ in range(rows)]))
+        x, out = bench.floats(bench.normal(rows, 256)), bench.output(rows, 3 * 512)
+        bench.step(rows)
+        ops.expert_gated_linear(backend, x, chosen, both, out, "silu")
+        ops.expert_linear(backend, out, chosen, bench.floats(bench.normal(rows, 3)), down, x)
+    assert backend._functions.lamina_team_scratch_bytes(backend._team) == taken
+    backend.close()
 
 
 def test_descriptors_match_the_library(backend: CpuBackend) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lamina.kernels import ops
-from lamina.kernels.buffer import DType, Extent, Weight
+from lamina.kernels.buffer import DType, ExpertLimits, Extent, StepLimits, Weight
 from lamina.kernels.cuda.device import KernelCall
 from lamina.spec.quant import GgmlType
 from support import op_oracle
@@ -58,6 +58,32 @@ def test_experts_of_few_and_many_rows(
     used = [call for call in calls_of(bench) if isinstance(call, KernelCall) and call.program.file == kernel]
     assert len(used) == (2 if rows <= 8 else len(used))
     assert len(used) > 2 or rows <= 20
+
+
+@pytest.mark.parametrize("cc", [(9, 0), (6, 1)], ids=str)
+@pytest.mark.parametrize(("num_experts", "selected"), [(6, 3), (2, 2)])
+def test_scratch_of_experts_is_taken_at_load(cc: tuple[int, int], num_experts: int, selected: int) -> None:
+    """B-27, B-42: what workspace_bytes announced is what is taken, and steps of all sizes take nothing more."""
+    bench = emulated_bench(cc)
+    backend = bench.backend
+    backend._planner.slice_bytes = 60_000  # type: ignore[attr-defined]
+    limits = StepLimits(90, 4, 4, 8, ExpertLimits(num_experts, selected, hidden=256, intermediate=256))
+    free = backend.device_facts().free_bytes
+    backend.reserve_workspace(limits, 256, 512)
+    assert free - backend.device_facts().free_bytes == backend.workspace_bytes(limits, 256, 512)
+    weight, _ = _experts(bench, num_experts, GgmlType.Q4_K, GgmlType.Q4_K, rows=256, cols=256)
+    down_weight, _ = _experts(bench, num_experts, GgmlType.Q4_K, rows=256, cols=256)
+    for rows in (1, 8, 9, 90):
+        x, vectors = bench.floats(bench.normal(rows, 256)), bench.floats(bench.normal(rows, selected * 256))
+        chosen = bench.ints(np.stack([bench.rng.permutation(num_experts)[:selected] for _ in range(rows)]))
+        shares, total = bench.floats(bench.normal(rows, selected)), bench.output(rows, 256)
+        out = bench.output(rows, selected * 256)
+        bench.step(rows)
+        free = backend.device_facts().free_bytes
+        ops.expert_gated_linear(backend, x, chosen, weight, out, "silu")
+        ops.expert_linear(backend, vectors, chosen, shares, down_weight, total)
+        backend.synchronize()
+        assert backend.device_facts().free_bytes == free, rows
 
 
 def test_more_pairs_of_rows_and_float_experts_than_a_grid_counts_in_y() -> None:

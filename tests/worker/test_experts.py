@@ -9,14 +9,17 @@ import pytest
 from gguf import GGUFReader, GGUFWriter
 
 from lamina.kernels.backend import Unsupported
+from lamina.kernels.buffer import ExpertLimits
 from lamina.kernels.reference import ReferenceBackend
 from lamina.kernels.registry import create_backend
 from lamina.rpc_worker.loader import StageLoader, TensorReader
+from lamina.rpc_worker.stage_memory import step_limits
 from lamina.spec.digest import model_digest
 from lamina.spec.families import model_spec
 from lamina.spec.gguf import read_gguf
 from lamina.spec.memory import stage_weight_bytes_on
 from lamina.spec.model import ExpertsFfn, LayerRange
+from lamina.spec.placement import StageSettings
 from lamina.spec.quant import WEIGHT_TYPES
 from support.backends import relative_error
 from support.inprocess import InProcessModel
@@ -64,6 +67,17 @@ def test_gate_and_up_in_one_tensor_are_the_same_model(tmp_path: Path) -> None:
     tokens = GOLDENS["gpt_oss"]["prompts"][1]["tokens"]
     first, second = (model.step({0: tokens}) for model in models)
     assert np.array_equal(first, second)
+
+
+def test_the_workspace_is_sized_for_experts() -> None:
+    """B-42: what their ops need at the largest step is known, and refused, before anything is loaded."""
+    file = read_gguf(path_of("mixtral"))
+    spec = model_spec(file, model_digest(file))
+    ffn = spec.layers[0].ffn
+    assert isinstance(ffn, ExpertsFfn)
+    limits = step_limits(StageSettings(max_rows=77), spec, LayerRange(0, 1))
+    assert limits.max_rows == 77
+    assert limits.experts == ExpertLimits(ffn.num_experts, ffn.num_selected, spec.hidden, ffn.intermediate)
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)

@@ -78,6 +78,16 @@ class StepShape:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLimits:
+    """The largest mixture of experts among a stage's layers: of so many, each [intermediate, hidden] three times."""
+
+    num_experts: int
+    num_selected: int
+    hidden: int
+    intermediate: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepLimits:
     """The worst case that an arena and a backend's workspace are sized for."""
 
@@ -85,6 +95,7 @@ class StepLimits:
     max_seqs: int
     max_logit_rows: int
     max_blocks_per_seq: int
+    experts: ExpertLimits | None = None  # None without any
 
     def admits(self, shape: StepShape) -> bool:
         """Whether a step of this shape fits."""

@@ -79,7 +79,7 @@ class Stage:
         self._spec = spec
         self._layers = layers
         self._settings = settings
-        self._sizes = (step_limits(settings), *widest(spec, layers))
+        self._sizes = (step_limits(settings, spec, layers), *widest(spec, layers))
         decision = backend.graph_decision(GraphMode(settings.cuda_graphs))
         if tracer is not None:
             decision = GraphDecision(False, "a traced step runs op by op")

@@ -1,7 +1,7 @@
 """What a stage takes of its device beside the cache, before anything is read: refused with numbers if it cannot fit."""
 
 from lamina.kernels.backend import Backend
-from lamina.kernels.buffer import StepLimits
+from lamina.kernels.buffer import ExpertLimits, StepLimits
 from lamina.spec.checkpoint import TensorIndex
 from lamina.spec.errors import CapacityExceeded
 from lamina.spec.memory import arena_layout, stage_weight_bytes_on
@@ -10,9 +10,16 @@ from lamina.spec.placement import StageSettings
 from lamina.spec.quant import WEIGHT_TYPES
 
 
-def step_limits(settings: StageSettings) -> StepLimits:
-    """The largest step that these settings allow."""
-    return StepLimits(settings.max_rows, settings.max_seqs, settings.max_logit_rows, settings.max_blocks_per_seq)
+def step_limits(settings: StageSettings, spec: ModelSpec, layers: LayerRange) -> StepLimits:
+    """The largest step of these layers that these settings allow."""
+    sizes = [
+        (layer.ffn.num_experts, layer.ffn.num_selected, spec.hidden, layer.ffn.intermediate)
+        for layer in spec.layers_of(layers)
+        if isinstance(layer.ffn, ExpertsFfn)
+    ]
+    experts = ExpertLimits(*map(max, zip(*sizes, strict=True))) if sizes else None
+    rows = (settings.max_rows, settings.max_seqs, settings.max_logit_rows)
+    return StepLimits(*rows, settings.max_blocks_per_seq, experts)
 
 
 def check_fits(
@@ -22,7 +29,7 @@ def check_fits(
     bits = {kind: backend.weight_bits(kind) for kind in WEIGHT_TYPES}
     weights = stage_weight_bytes_on(spec, layers, tensors, bits)
     arena = sum(item.num_bytes for item in arena_layout(spec, layers, settings))
-    arena += backend.workspace_bytes(step_limits(settings), *widest(spec, layers))
+    arena += backend.workspace_bytes(step_limits(settings, spec, layers), *widest(spec, layers))
     free = backend.device_facts().free_bytes
     if weights + arena > free:
         mib = 2**20

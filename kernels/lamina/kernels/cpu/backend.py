@@ -30,7 +30,7 @@ from lamina.kernels.cpu.descriptors import KvDesc, ReplayReport
 from lamina.kernels.cpu.governor import ThreadGovernor
 from lamina.kernels.cpu.library import ISA_VARIABLE, choose_isa, load_library
 from lamina.kernels.cpu.memory import KV_TYPES, CacheMemory
-from lamina.kernels.cpu.tape import Tape, TapeBuilder
+from lamina.kernels.cpu.tape import Tape, TapeBuilder, expert_scratch_bytes
 from lamina.kernels.cpu.threads import usable_cores
 from lamina.kernels.ledger import LedgerBackend, stacked_rows
 from lamina.kernels.ops import Args, OpSpec
@@ -214,14 +214,18 @@ class CpuBackend(LedgerBackend):
         return k, v
 
     def workspace_bytes(self, limits: StepLimits, max_in_features: int, max_out_features: int) -> int:
-        """What linears share; attention's scratch and the experts', known when an op is recorded, come on top."""
-        needed: int = self._functions.lamina_linear_scratch_bytes(
-            self._isa, limits.max_rows, max_in_features, max_out_features
-        )
-        return needed
+        """What linears share and each thread's for experts; attention's, known when it is recorded, comes on top."""
+        own, shared = self._scratch_bytes(limits, max_in_features, max_out_features)
+        return own * self.num_threads + shared
 
     def reserve_workspace(self, limits: StepLimits, max_in_features: int, max_out_features: int) -> None:
-        self._ensure_scratch(0, self.workspace_bytes(limits, max_in_features, max_out_features))
+        self._ensure_scratch(*self._scratch_bytes(limits, max_in_features, max_out_features))
+
+    def _scratch_bytes(self, limits: StepLimits, max_in: int, max_out: int) -> tuple[int, int]:
+        """Of each thread and of all."""
+        shared = self._functions.lamina_linear_scratch_bytes(self._isa, limits.max_rows, max_in, max_out)
+        own = 0 if limits.experts is None else expert_scratch_bytes(self._functions, self._isa, limits)
+        return own, shared
 
     def bind_to_thread(self) -> None:
         """Pins the calling thread to the team's first core, if the team is pinned."""

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.kernels.buffer import Buffer, Extent, KvCache, Weight
+from lamina.kernels.buffer import Buffer, Extent, KvCache, StepLimits, Weight
 from lamina.kernels.cpu.descriptors import (
     AddArgs,
     ArgmaxArgs,
@@ -28,12 +28,14 @@ from lamina.kernels.cpu.descriptors import (
     OpArgs,
     OpDesc,
     OpKind,
+    PackedPart,
     RmsNormArgs,
     RopeArgs,
     RopeTableArgs,
     RouteArgs,
     SampleArgs,
     SoftcapArgs,
+    WeightDesc,
 )
 from lamina.kernels.cpu.memory import CacheMemory, PackedWeight
 from lamina.kernels.ops import Args, LaunchError, OpSpec
@@ -82,6 +84,25 @@ class _RopeTable:
     inv_freq: Buffer
     magnitude: float
     values: NDArray[np.float32]
+
+
+def expert_scratch_bytes(functions: ctypes.CDLL, isa: Isa, limits: StepLimits) -> int:
+    """What each thread needs for the ops of `limits.experts` on the largest step."""
+    sizes = limits.experts
+    if sizes is None:
+        return 0
+    experts = Matrix(columns=sizes.num_selected, stride=sizes.num_selected, num_rows=limits.max_rows)
+    found = []
+    for parts_each, rows, cols, mode in (
+        (2, sizes.intermediate, sizes.hidden, LinearMode.GATE_SILU),
+        (1, sizes.hidden, sizes.intermediate, LinearMode.STORE),
+    ):
+        num_parts = parts_each * sizes.num_experts
+        part = PackedPart(0, rows, cols, None)
+        weight = WeightDesc(ctypes.pointer(part), None, num_parts, num_parts * rows)
+        args = ExpertArgs(Matrix(), experts, Matrix(), Matrix(), ctypes.addressof(weight), mode)
+        found.append(int(functions.lamina_experts_own_bytes(isa, ctypes.byref(args), limits.max_rows)))
+    return max(found)
 
 
 class TapeBuilder:

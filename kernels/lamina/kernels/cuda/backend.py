@@ -26,6 +26,7 @@ from lamina.kernels.buffer import Buffer, DType, Extent, HostTensor, KvCache, St
 from lamina.kernels.cuda import kv_pages
 from lamina.kernels.cuda.device import Call, Device, KernelCall, Span
 from lamina.kernels.cuda.dispatch import OpPlanner
+from lamina.kernels.cuda.expert_plan import experts_regions
 from lamina.kernels.cuda.explain import CardOnPaper
 from lamina.kernels.cuda.formats import PACKED_FORMATS
 from lamina.kernels.cuda.graph import Bucket, CudaGraph, bucket_capacity, bucket_of, largest_step
@@ -237,7 +238,9 @@ class CudaBackend(LedgerBackend):
         total = self.device.memory_bytes()[1]
         may_be_f32 = self._planner.compute is DType.F32 or "bf16" not in self.capabilities.compute_dtypes
         compute_bytes = 4 if may_be_f32 else 2  # f16 that overflows falls back without an allocation
-        return region_sizes(limits, max_in, max_out, total, self.device.num_multiprocessors, compute_bytes)
+        sizes = region_sizes(limits, max_in, max_out, total, self.device.num_multiprocessors, compute_bytes)
+        most_bytes = self._planner.slice_bytes
+        return experts_regions(sizes, limits.experts, limits.max_rows, most_bytes) if limits.experts else sizes
 
     def alloc_pinned(self, num_bytes: int) -> NDArray[np.uint8]:
         return self.device.alloc_pinned(num_bytes)

@@ -3,12 +3,13 @@
 Few rows: each pair of a row and a rank is a product of its own, which reads its expert's id on the device. Many rows:
 pairs are sorted by expert on the device and multiplied in tiles; grids are for the worst case, blocks without a tile
 end at once. A row's experts are always added up in order of id. Scratch is the region that decoded slices of weights
-use otherwise; it grows at the first step of many rows, at most to the size that `slice_bytes` allows.
+use otherwise, at most as much as `slice_bytes` allows; `experts_regions` reserves it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lamina.kernels.buffer import Buffer, DType, Weight
+from lamina.kernels.buffer import Buffer, DType, ExpertLimits, Weight
 from lamina.kernels.cuda import linear_plan
 from lamina.kernels.cuda.linear_plan import DP4A_BOUNDS, GATES, ROW_BOUNDS, ROWS_BOUNDS, storage_of
 from lamina.kernels.cuda.planner import BLOCK, BYTES, Planner, Rows, address_of, ceil_div
@@ -108,6 +109,22 @@ def _place(stored: CudaWeight, row: int) -> tuple[PackedPart | DensePart, int]:
 
 def _kind(part: PackedPart | DensePart) -> GgmlType:
     return part.format.type if isinstance(part, PackedPart) else part.type
+
+
+def experts_regions(sizes: Mapping[str, int], limits: ExpertLimits, max_rows: int, most_bytes: int) -> dict[str, int]:
+    """`sizes` with what these experts need for steps of up to so many rows; slices of rows stay below `most_bytes`."""
+    needed = 0
+    rows_at_once = min(max_rows, max(1, _MAX_GRID_Y // limits.num_selected))
+    for columns, product_columns in ((limits.hidden, 0), (limits.intermediate, limits.hidden)):
+        one, all_of_them = (
+            sum(_region_bytes(limits.num_experts, rows * limits.num_selected, columns, product_columns, True))
+            for rows in (1, rows_at_once)
+        )
+        needed = max(needed, min(all_of_them, max(one, most_bytes)))
+    found = {**sizes, "slice": max(sizes.get("slice", 0), needed)}
+    if limits.num_experts == 2:  # interleaved: see _sum_of_both
+        found["products"] = 4 * limits.num_selected * max_rows * 2 * limits.hidden
+    return found
 
 
 # -- the router
@@ -302,15 +319,16 @@ def _slices(
     sorts = planner.has_byte_mma if sorts is None else sorts
     capacity = chosen.rows.capacity
     num_rows = min(capacity, max(1, _MAX_GRID_Y // chosen.k))
-    while num_rows > 1 and sum(_region_bytes(chosen, num_rows, columns, product_columns, sorts)) > planner.slice_bytes:
+    sizes = _region_bytes(chosen.num_experts, num_rows * chosen.k, columns, product_columns, sorts)
+    while num_rows > 1 and sum(sizes) > planner.slice_bytes:
         num_rows = ceil_div(num_rows, 2)
-    sizes = _region_bytes(chosen, num_rows, columns, product_columns, sorts)
+        sizes = _region_bytes(chosen.num_experts, num_rows * chosen.k, columns, product_columns, sorts)
     address = planner.workspace.region("slice", sum(sizes)).address
     places = [address + sum(sizes[:i]) for i in range(len(sizes))]
     num_pairs = num_rows * chosen.k
     width = next(w for w in (8, 16, 32, 64) if w == 64 or w * chosen.num_experts >= num_pairs)
     num_tiles = num_pairs // width + min(chosen.num_experts, num_pairs)
-    slots = _num_slots(chosen, num_pairs, sorts)
+    slots = _num_slots(chosen.num_experts, num_pairs, sorts)
     tables = places[2:] if sorts else [0] * 5
     return [
         _Slice(first, min(num_rows, capacity - first), width, slots, num_tiles, places[0], places[1], *tables)
@@ -318,17 +336,16 @@ def _slices(
     ]
 
 
-def _num_slots(chosen: Selection, num_pairs: int, sorts: bool) -> int:
+def _num_slots(num_experts: int, num_pairs: int, sorts: bool) -> int:
     """Positions, where each expert's start at a multiple of 8, and a tile's width beyond the last."""
-    return num_pairs + 8 * min(chosen.num_experts, num_pairs) + 64 if sorts else num_pairs
+    return num_pairs + 8 * min(num_experts, num_pairs) + 64 if sorts else num_pairs
 
 
-def _region_bytes(chosen: Selection, num_rows: int, columns: int, product_columns: int, sorts: bool) -> tuple[int, ...]:
+def _region_bytes(num_experts: int, num_pairs: int, columns: int, product_columns: int, sorts: bool) -> tuple[int, ...]:
     """Bytes of codes, scales, table, number of tiles, pairs, positions and products, each a multiple of 256."""
-    num_pairs = num_rows * chosen.k
-    slots = _num_slots(chosen, num_pairs, sorts)
+    slots = _num_slots(num_experts, num_pairs, sorts)
     chunks = ceil_div(activation_chunks(columns), 4) * 4
-    tables = (12 * (num_pairs // 8 + min(chosen.num_experts, num_pairs)), 4, 4 * slots, 4 * num_pairs)
+    tables = (12 * (num_pairs // 8 + min(num_experts, num_pairs)), 4, 4 * slots, 4 * num_pairs)
     sizes = (64 * chunks * slots, 16 * chunks * slots, *tables, 4 * product_columns * slots)
     return tuple(ceil_div(size, 256) * 256 for size in (sizes if sorts else sizes[:2]))
 
