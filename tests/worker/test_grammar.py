@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import cast
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from lamina.coordinator.text.tokenizer import Tokenizer
+from lamina.rpc_worker import grammar as grammar_module
 from lamina.rpc_worker.grammar import GrammarCompiler
 from lamina.rpc_worker.sampler import Sampler
 from lamina.spec.errors import InvalidRequest
@@ -162,6 +164,55 @@ def test_a_grammar_is_compiled_while_others_are_sampled(
     may_go_on.set()
     (first,) = sampler.sample([(SeqId(1), 3)], logits)
     assert tokenizer.decode([first.token]).lstrip().startswith("{")
+
+
+def test_a_grammar_that_is_late_ends_its_own_sequence(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What holds up the steps of others is waited for once, however many sequences wait for it, and not for ever."""
+    may_go_on = threading.Event()
+    monkeypatch.setattr(compiler, "_compile", lambda *_: may_go_on.wait(60))
+    monkeypatch.setattr(grammar_module, "_PATIENCE_S", 0.2)
+    sampler = Sampler(tokenizer.vocab_size, compiler)
+    start_s = time.monotonic()
+    for seq in range(8):
+        sampler.add(make_add(seq, GRAMMAR, tokenizer.eos_ids))
+    sampler.add(make_add(8, "", tokenizer.eos_ids, sampling=SamplingParams()))
+    logits = np.zeros((9, tokenizer.vocab_size), np.float32)
+    logits[:, 77] = 1.0
+    *late, sound = sampler.sample([(SeqId(seq), 3) for seq in range(9)], logits)
+    took_s = time.monotonic() - start_s
+    may_go_on.set()
+    assert {row.finish for row in late} == {FinishReason.ERROR}
+    assert {row.error.split(";")[0] for row in late} == {"Unavailable: the grammar was not compiled within 0.2 s"}
+    assert (sound.token, sound.finish) == (77, None)
+    assert 0.2 <= took_s < 1.2, "not once for each of eight"
+
+
+def test_a_grammar_is_compiled_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients repeat their schemas: whoever comes later has a matcher of his own at once; a few are kept."""
+    compiler = GrammarCompiler(read_gguf(smollm2_path()).metadata, "smollm2", tokenizer.vocab_size)
+    made: list[str] = []
+    real = llguidance.LLMatcher
+
+    def make(tokens: llguidance.LLTokenizer, grammar: str, log_level: int) -> llguidance.LLMatcher:
+        made.append(grammar)
+        return real(tokens, grammar, log_level=log_level)
+
+    monkeypatch.setattr(grammar_module.llguidance, "LLMatcher", make)
+    first = compiler.compile(GRAMMAR, [])
+    begun = tokenizer.encode('{"name": "A', add_special=False, parse_special=False)
+    second, third = (compiler.compile(GRAMMAR, generated) for generated in (begun, []))
+    start = first.mask(())
+    assert not first.consume(begun[0])
+    assert not np.array_equal(second.mask(()), start)
+    assert np.array_equal(third.mask(()), start)
+    assert made == [GRAMMAR]
+    others = [real.grammar_from_regex(f"a{{{n}}}") for n in range(1, 18)]
+    for grammar in (*others, GRAMMAR):
+        compiler.compile(grammar, []).mask(())
+    assert made == [GRAMMAR, *others, GRAMMAR]
+    assert len(compiler._fresh) == 16
 
 
 def test_a_refused_token_is_an_error(compiler: GrammarCompiler) -> None:

@@ -2,10 +2,13 @@
 
 Owns the llguidance tokenizer of one model, built from the token bytes in the worker's own file, and one matcher per
 sequence. Matchers belong to the compute thread, beside the sampler; they are made on another, so that a large schema
-holds up the steps of others only if it takes longer than its own prompt. Knows nothing of JSON or tools: a grammar is a
-string in llguidance's own format, checked by the coordinator before it comes here.
+holds up the steps of others only if it takes longer than its own prompt, once for all who use it, and for `_PATIENCE_S`
+at most: then its own sequence ends. Knows nothing of JSON or tools: a grammar is a string in llguidance's own format,
+checked by the coordinator, and bounded in size, before it comes here.
 """
 
+import time
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -13,10 +16,12 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.spec.errors import InvalidRequest
+from lamina.spec.errors import InvalidRequest, Unavailable
 from lamina.spec.vocabulary import Vocabulary, read_vocabulary
 
 BoolMask = NDArray[np.bool_]
+_PATIENCE_S = 10.0  # from a sequence's arrival until its grammar must be there; the largest take a second or two
+_NUM_KEPT = 16  # grammars, as they are before any token: clients repeat theirs
 
 
 class _TokenTable:
@@ -66,17 +71,24 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._tokenizer = self._pool.submit(_build_tokenizer, metadata, where, vocab_size)
+        self._fresh: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # the pool's; the one used last comes last
 
     def compile(self, grammar: str, generated: Iterable[int]) -> "GrammarMatcher":
         """A matcher that has consumed `generated` (after a re-plan), in the making.
 
-        Its first use raises InvalidRequest with llguidance's reason, InvalidCheckpoint if the file has no vocabulary.
+        Its first use raises InvalidRequest with llguidance's reason, InvalidCheckpoint if the file has no vocabulary,
+        Unavailable if it has waited too long.
         """
         return GrammarMatcher(self._pool.submit(self._compile, grammar, list(generated)), self._vocab_size)
 
     def _compile(self, grammar: str, generated: list[int]) -> llguidance.LLMatcher:
-        matcher = llguidance.LLMatcher(self._tokenizer.result(), grammar, log_level=0)
-        if not matcher.is_error():
+        fresh = self._fresh.pop(grammar, None) or llguidance.LLMatcher(self._tokenizer.result(), grammar, log_level=0)
+        matcher = fresh
+        if not fresh.is_error():
+            self._fresh[grammar] = fresh
+            if len(self._fresh) > _NUM_KEPT:
+                self._fresh.popitem(last=False)
+            matcher = fresh.deep_copy()
             matcher.consume_tokens(generated)
         if matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be used: {_first_line(matcher.get_error())}")
@@ -94,16 +106,23 @@ def _build_tokenizer(metadata: Mapping[str, object], where: str, vocab_size: int
 
 
 class GrammarMatcher:
-    """Where one sequence stands in its grammar. Its first use waits until the grammar is compiled."""
+    """Where one sequence stands in its grammar. Its first use waits until the grammar is compiled, but not for ever."""
 
     def __init__(self, matcher: "Future[llguidance.LLMatcher]", vocab_size: int) -> None:
         self._coming = matcher
+        self._due_s = time.monotonic() + _PATIENCE_S
         self._vocab_size = vocab_size
         self._bits = np.zeros(-(-vocab_size // 32), np.uint32)
 
     @property
     def _matcher(self) -> llguidance.LLMatcher:
-        return self._coming.result()
+        try:
+            return self._coming.result(max(0.0, self._due_s - time.monotonic()))
+        except TimeoutError:
+            self._coming.cancel()
+            raise Unavailable(
+                f"the grammar was not compiled within {_PATIENCE_S:g} s; use a smaller one, or try again when fewer are"
+            ) from None
 
     def mask(self, stop_ids: Iterable[int]) -> BoolMask:
         """Allowed tokens, bool [vocab]; `stop_ids` are allowed where the text may end.
