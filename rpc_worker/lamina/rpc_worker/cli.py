@@ -1,6 +1,5 @@
 """`rpc-worker`: flags and their LAMINA_* twins into frozen settings, user errors into one line."""
 
-import asyncio
 import logging
 import socket
 import sys
@@ -18,6 +17,7 @@ from lamina.spec.address import parse_address
 from lamina.spec.errors import InvalidConfig, LaminaError
 from lamina.spec.placement import GRAPH_MODES
 from lamina.spec.sizes import parse_size
+from lamina.wire.event_loop import run
 from lamina.wire.version import own_version
 
 EXIT_USER_ERROR = 2
@@ -104,9 +104,7 @@ def worker(
 ) -> None:
     """Serve this machine's devices to a lamina coordinator."""
     if not (self_test or explain) and (model is not None or as_json):
-        raise InvalidConfig(
-            "--model and --json go with --self-test or --explain: a coordinator says what to serve"
-        )
+        raise InvalidConfig("--model and --json go with --self-test or --explain: a coordinator says what to serve")
     settings = WorkerSettings(
         name=name or socket.gethostname().split(".")[0],
         devices=parse_devices(tuple(device) or ("cpu",)),
@@ -128,7 +126,7 @@ def worker(
     if self_test or explain:
         names = settings.devices if device else present_devices()
         raise typer.Exit(run_checkup(settings, names, model, test=self_test, as_json=as_json))
-    asyncio.run(run_worker(settings))
+    run(run_worker(settings))
 
 
 def _checked_level(text: str) -> str:

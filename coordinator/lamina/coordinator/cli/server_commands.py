@@ -1,6 +1,5 @@
 """The commands around the HTTP server and their options: serve, chat, status, devices."""
 
-import asyncio
 import logging
 import sys
 from typing import Annotated
@@ -20,6 +19,7 @@ from lamina.coordinator.model_file import open_model_file
 from lamina.coordinator.session import SchedulingChoice, SessionSettings
 from lamina.spec.address import Address, parse_address
 from lamina.spec.sizes import parse_size
+from lamina.wire.event_loop import run
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -110,7 +110,7 @@ def serve(
         drain_s=drain_s,
         recover_s=recover_s,
     )
-    asyncio.run(run_server(opened, session, settings))
+    run(run_server(opened, session, settings))
 
 
 def chat(
