@@ -101,6 +101,31 @@ def test_product_deviates_by_the_rounding_of_the_activations_alone(
         np.testing.assert_array_equal(native.linear([packed], x[:1]), native.linear([packed], x)[:1])
 
 
+SCALE_BYTES = {T.Q4_K: slice(0, 4), T.Q5_K: slice(0, 4), T.Q6_K: slice(208, 210), T.IQ4_XS: slice(0, 2)}
+
+
+@each_isa
+@pytest.mark.parametrize("tensor_type", SCALE_BYTES, ids=lambda t: t.name)
+def test_largest_codes_scales_and_activations_overflow_nothing(native: NativeLinear, isa: Isa, tensor_type: T) -> None:
+    """Activations of +-127, exact in int8, with the signs of every row of extreme weights: float64's product."""
+    cols = 512
+    blocks = random_blocks(tensor_type, 16, cols, _rng("extreme", tensor_type))
+    whole = blocks.reshape(16, 2, -1)
+    for row, byte in enumerate((0xFF, 0x00, 0x7F, 0x80, 0xF0, 0x0F)):
+        float_scales = whole[row, :, SCALE_BYTES[tensor_type]].copy()
+        whole[row] = byte
+        whole[row, :, SCALE_BYTES[tensor_type]] = float_scales
+    weight = quants.dequantize(blocks, tensor_type).astype(np.float64)
+    signs = np.concatenate([np.where(weight < 0, -1, 1), np.ones((1, cols)), -np.ones((1, cols))])
+    x = (127 * signs).astype(np.float32)
+    packed = native.pack(isa, tensor_type, blocks, cols)
+    y = native.linear([packed], x)
+    # With mins a weight is the difference of two larger numbers, each rounded.
+    assert np.abs(y - x @ weight.T).max() < 2.0**-20 * (np.abs(x) @ np.abs(weight).T).max()
+    for count in (1, 4, 8):
+        np.testing.assert_array_equal(native.linear([packed], x[:count]), y[:count])
+
+
 @each_isa
 @each_type
 def test_row_is_bit_identical_in_any_company(native: NativeLinear, isa: Isa, tensor_type: T) -> None:

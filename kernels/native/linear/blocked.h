@@ -74,6 +74,16 @@ LAMINA_INLINE void start_dots(const BlockedArgs& a, int index, Grid<Dot<kCodes>,
   }
 }
 
+template <Codes kCodes, int kTiles, int kNumCols>
+LAMINA_INLINE void convert_dots(const Grid<Dot<kCodes>, kTiles, kNumCols>& dots,
+                                Grid<F32x16, kTiles, kNumCols>& totals) {
+  LAMINA_UNROLL
+  for (int c = 0; c < kNumCols; ++c) {
+    LAMINA_UNROLL
+    for (int t = 0; t < kTiles; ++t) totals[c][t] = to_float(dots[c][t].finish());
+  }
+}
+
 // kCount groups from `first` on.
 template <int kCount, Codes kCodes, int kTiles, int kNumCols>
 LAMINA_INLINE void add_groups(const Strip<kTiles>& strip, const uint8_t* act, int first,
@@ -173,6 +183,35 @@ static void blocked_super(const Strip<kTiles>& strip, const BlockedArgs& a) {
   finish_supers<false, kHasMin ? 4 : 0, super256::kPairs32, kTiles, kNumCols>(strip, a, dots_scaled);
 }
 
+// The same with scale x dot summed in integers; kCentred: codes are centred by the plane of lanes.
+template <int kScaleGroup, bool kHasMin, bool kCentred, Codes kCodes, int kTiles, int kNumCols>
+static void blocked_super_integers(const Strip<kTiles>& strip, const BlockedArgs& a) {
+  constexpr int kCount = kScaleGroup / 4;
+  Grid<Dot<kCodes>, kTiles, kNumCols> dots;
+  start_dots<false, kCodes, kTiles, kNumCols>(a, 0, dots);
+  for (int index = 0; index < kSuperCols / kScaleGroup; ++index) {
+    if (kScaleGroup == 32 || index % 2 == 0) fetch_ahead<kTiles>(a, index * kScaleGroup / 32);
+    const int8_t* lanes = reinterpret_cast<const int8_t*>(a.act) + a.init_plane * kNumCols + index * kNumCols * 4;
+    const int8_t* act = reinterpret_cast<const int8_t*>(a.act) + index * kScaleGroup * kNumCols;
+    LAMINA_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      LAMINA_UNROLL
+      for (int t = 0; t < kTiles; ++t) {
+        const auto scale = load_pairs(reinterpret_cast<const uint8_t*>(entry<kTiles>(strip.scales, index, t)));
+        const U8x64 codes = load_u8(entry<kTiles>(strip.codes, index * kCount + i, t));
+        LAMINA_UNROLL
+        for (int c = 0; c < kNumCols; ++c) {
+          const Act4 values = load_act(act + (i * kNumCols + c) * 4);
+          dots[c][t].template add_scaled<kCentred>(i, kCount, codes, values, scale, load_act(lanes + c * 4));
+        }
+      }
+    }
+  }
+  Grid<F32x16, kTiles, kNumCols> totals;
+  convert_dots<kCodes, kTiles, kNumCols>(dots, totals);
+  finish_supers<false, kHasMin ? 4 : 0, super256::kPairs32, kTiles, kNumCols>(strip, a, totals);
+}
+
 template <bool kHasMin, bool kHasInit, bool kNegative, Codes kCodes, int kTiles, int kNumCols>
 static void blocked_fold(const Strip<kTiles>& strip, const BlockedArgs& a) {
   Grid<Dot<kCodes>, kTiles, kNumCols> dots;
@@ -182,11 +221,7 @@ static void blocked_fold(const Strip<kTiles>& strip, const BlockedArgs& a) {
     add_groups<kGroups, kCodes, kTiles, kNumCols>(strip, a.act, group, dots);
   }
   Grid<F32x16, kTiles, kNumCols> totals;
-  LAMINA_UNROLL
-  for (int c = 0; c < kNumCols; ++c) {
-    LAMINA_UNROLL
-    for (int t = 0; t < kTiles; ++t) totals[c][t] = to_float(dots[c][t].finish());
-  }
+  convert_dots<kCodes, kTiles, kNumCols>(dots, totals);
   finish_supers<kNegative, kHasMin ? 8 : 0, super256::kPairs16, kTiles, kNumCols>(strip, a, totals);
 }
 
@@ -221,7 +256,11 @@ LAMINA_INLINE void blocked_tile(const Strip<kTiles>& strip, const BlockedArgs& a
     blocked_block32<f.has_min, has_init, codes_of(f), kTiles, kNumCols>(strip, a);
   } else if constexpr (f.kind == Kind::kSuper) {
     constexpr bool has_init = super_init_plane(f) != 0;
-    blocked_super<f.scale_group, f.has_min, has_init, codes_of(f), kTiles, kNumCols>(strip, a);
+    if constexpr (has_integer_scales(f)) {
+      blocked_super_integers<f.scale_group, f.has_min, has_init, codes_of(f), kTiles, kNumCols>(strip, a);
+    } else {
+      blocked_super<f.scale_group, f.has_min, has_init, codes_of(f), kTiles, kNumCols>(strip, a);
+    }
   } else if constexpr (f.kind == Kind::kFold) {
     constexpr bool has_offset = f.offset != 0;
     blocked_fold<f.has_min, fold_init_plane(f) != 0, has_offset, codes_of(127, has_offset), kTiles, kNumCols>(strip, a);

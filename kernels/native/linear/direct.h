@@ -31,14 +31,33 @@ LAMINA_INLINE void store_result(const DirectArgs& a, const F32x16 (&acc)[kNumCol
   for (int c = 0; c < kNumCols; ++c) store_f32(a.result + c * kTileRows, acc[c]);
 }
 
+// How a group is added to the dot product of column `c`: as it is, or under integer scales (`lanes`: null or those of
+// the columns).
+struct PlainGroups {
+  template <int kCount, class Dots>
+  LAMINA_INLINE_MEMBER void add(Dots& dot, int g, int, U8x64 codes, Act4 act) const {
+    dot.add(g, kCount, codes, act);
+  }
+};
+template <bool kCentred>
+struct ScaledGroups {
+  Pairs scale;
+  const int8_t* lanes;
+  template <int kCount, class Dots>
+  LAMINA_INLINE_MEMBER void add(Dots& dot, int g, int c, U8x64 codes, Act4 act) const {
+    dot.template add_scaled<kCentred>(g, kCount, codes, act, scale, load_act(lanes + c * 4));
+  }
+};
+
 // The dot products of kCount groups with column `c`; `act` and `init` are those of the sub-block.
-template <Codes kCodes, int kCount, int kNumCols>
-LAMINA_INLINE I32x16 dot_groups(const U8x64* codes, const uint8_t* act, int c, I32x16 init) {
+template <Codes kCodes, int kCount, int kNumCols, class Groups>
+LAMINA_INLINE I32x16 dot_groups(const U8x64* codes, const uint8_t* act, int c, I32x16 init, const Groups& groups) {
   Dot<kCodes> dot;
   dot.start(init);
   LAMINA_UNROLL
   for (int g = 0; g < kCount; ++g) {
-    dot.add(g, kCount, codes[g], load_act(reinterpret_cast<const int8_t*>(act) + (g * kNumCols + c) * 4));
+    const Act4 values = load_act(reinterpret_cast<const int8_t*>(act) + (g * kNumCols + c) * 4);
+    groups.template add<kCount>(dot, g, c, codes[g], values);
   }
   return dot.finish();
 }
@@ -46,8 +65,8 @@ LAMINA_INLINE I32x16 dot_groups(const U8x64* codes, const uint8_t* act, int c, I
 // The same for columns kBegin and on, up to kDotCols of them side by side, so that each group is loaded once for all.
 // kStore: decoded groups go to memory first, since registers cannot hold them beside the sums: it pays where they are used
 // twice or dear to decode.
-template <Codes kCodes, int kCount, int kNumCols, bool kStore, int kBegin, class Start, class Use>
-LAMINA_INLINE void dot_side_by_side(U8x64* codes, const uint8_t* act, Start start, Use use) {
+template <Codes kCodes, int kCount, int kNumCols, bool kStore, int kBegin, class Groups, class Start, class Use>
+LAMINA_INLINE void dot_side_by_side(U8x64* codes, const uint8_t* act, const Groups& groups, Start start, Use use) {
   constexpr int kRounds = (kNumCols + kDotCols - 1) / kDotCols;
   constexpr int kWidth = (kNumCols + kRounds - 1) / kRounds;
   constexpr int kEnd = kBegin + kWidth < kNumCols ? kBegin + kWidth : kNumCols;
@@ -60,22 +79,24 @@ LAMINA_INLINE void dot_side_by_side(U8x64* codes, const uint8_t* act, Start star
     LAMINA_UNROLL
     for (int c = kBegin; c < kEnd; ++c) {
       const Act4 values = load_act(reinterpret_cast<const int8_t*>(act) + (g * kNumCols + c) * 4);
-      dots[c - kBegin].add(g, kCount, codes[g], values);
+      groups.template add<kCount>(dots[c - kBegin], g, c, codes[g], values);
     }
   }
   LAMINA_UNROLL
   for (int c = kBegin; c < kEnd; ++c) use(c, dots[c - kBegin].finish());
-  if constexpr (kEnd < kNumCols) dot_side_by_side<kCodes, kCount, kNumCols, kStore, kEnd>(codes, act, start, use);
+  if constexpr (kEnd < kNumCols) {
+    dot_side_by_side<kCodes, kCount, kNumCols, kStore, kEnd>(codes, act, groups, start, use);
+  }
 }
 
 // Calls use(c, dot) with the dot product of kCount groups and each column, started at start(c).
-template <Codes kCodes, int kCount, int kNumCols, bool kStore, class Start, class Use>
-LAMINA_INLINE void dot_columns(U8x64* codes, const uint8_t* act, Start start, Use use) {
+template <Codes kCodes, int kCount, int kNumCols, bool kStore, class Groups, class Start, class Use>
+LAMINA_INLINE void dot_columns(U8x64* codes, const uint8_t* act, const Groups& groups, Start start, Use use) {
   if constexpr (kDotCols > 1 && kNumCols > 1) {
-    dot_side_by_side<kCodes, kCount, kNumCols, kStore, 0>(codes, act, start, use);
+    dot_side_by_side<kCodes, kCount, kNumCols, kStore, 0>(codes, act, groups, start, use);
   } else {
     LAMINA_UNROLL
-    for (int c = 0; c < kNumCols; ++c) use(c, dot_groups<kCodes, kCount, kNumCols>(codes, act, c, start(c)));
+    for (int c = 0; c < kNumCols; ++c) use(c, dot_groups<kCodes, kCount, kNumCols>(codes, act, c, start(c), groups));
   }
 }
 
@@ -114,7 +135,8 @@ static void direct_block32(const DirectArgs& a) {
           acc[c] = fma(block_min(super, sub, num_subs), sum, acc[c]);
         }
       };
-      dot_columns<codes_of(f), kGroups, n, stores_codes(f, n)>(codes, act + sub * kSubCols * n, start, use);
+      const uint8_t* values = act + sub * kSubCols * n;
+      dot_columns<codes_of(f), kGroups, n, stores_codes(f, n)>(codes, values, PlainGroups{}, start, use);
     }
     super = data;
     act += n * block32::kBytes;
@@ -146,10 +168,10 @@ LAMINA_INLINE I32x16 sum_mins(const uint8_t* header, const uint8_t* act, int c) 
   return sum;
 }
 
-// kSuper sums scale x dot in floats, kFold in integers.
+// kSuper sums scale x dot in floats unless it has integer scales, kFold in integers.
 template <int kType>
 struct SuperSum {
-  static constexpr bool kIntegers = format_of(kType).kind == Kind::kFold;
+  static constexpr bool kIntegers = format_of(kType).kind == Kind::kFold || has_integer_scales(format_of(kType));
   I32x16 integers;
   F32x16 floats;
   LAMINA_INLINE_MEMBER void start() { integers = zero_i32(), floats = zero_f32(); }
@@ -177,11 +199,20 @@ LAMINA_INLINE void add_sub(const uint8_t* super, const uint8_t* data, const uint
   for (int part = 0; part < kPerSub; ++part) {
     const int index = sub * kPerSub + part;
     const I32x16 scale = super_scale<kType>(super, index);
-    const F32x16 float_scale = to_float(scale);
-    const auto start = [&](int c) LAMINA_LAMBDA { return initial<super_init_plane(f)>(act, n, index * n + c); };
-    const auto use = [&](int c, I32x16 dot) LAMINA_LAMBDA { sums[c].add(scale, float_scale, dot); };
     const uint8_t* values = act + index * f.scale_group * n;
-    dot_columns<codes_of(f), kCount, n, stores_codes(f, n)>(codes + part * kCount, values, start, use);
+    constexpr int kPlane = super_init_plane(f);
+    if constexpr (has_integer_scales(f)) {
+      const int8_t* lanes = reinterpret_cast<const int8_t*>(act) + kPlane * n + index * n * 4;
+      const ScaledGroups<kPlane != 0> groups{Dot<codes_of(f)>::spread(scale), lanes};
+      const auto start = [&](int c) LAMINA_LAMBDA { return sums[c].integers; };
+      const auto use = [&](int c, I32x16 dot) LAMINA_LAMBDA { sums[c].integers = dot; };
+      dot_columns<codes_of(f), kCount, n, stores_codes(f, n)>(codes + part * kCount, values, groups, start, use);
+    } else {
+      const F32x16 float_scale = to_float(scale);
+      const auto start = [&](int c) LAMINA_LAMBDA { return initial<kPlane>(act, n, index * n + c); };
+      const auto use = [&](int c, I32x16 dot) LAMINA_LAMBDA { sums[c].add(scale, float_scale, dot); };
+      dot_columns<codes_of(f), kCount, n, stores_codes(f, n)>(codes + part * kCount, values, PlainGroups{}, start, use);
+    }
   }
 }
 

@@ -75,6 +75,17 @@ LAMINA_INLINE void put_scaled(uint8_t* plane, const int32_t* sums, int count, in
   for (int i = 0; i < count; ++i) put(plane + (i * num_cols + col) * 4, factor * sums[i]);
 }
 
+// Per 16 codes what centres unsigned codes by 32 while products are still summed in 16 bits. Codes 4g and 4g + 1 of all
+// groups are summed in one lane, 4g + 2 and 4g + 3 in the other: at most 32 x 8 x 127 = 32512 each.
+LAMINA_INLINE void put_lanes32(uint8_t* plane, const int8_t* codes, int num_cols, int col) {
+  for (int i = 0; i < kSuperCols / 16; ++i, codes += 16) {
+    int lanes[2] = {};
+    for (int k = 0; k < 16; ++k) lanes[k / 2 % 2] += codes[k];
+    const int16_t pair[2] = {static_cast<int16_t>(-32 * lanes[0]), static_cast<int16_t>(-32 * lanes[1])};
+    __builtin_memcpy(plane + (i * num_cols + col) * 4, pair, 4);
+  }
+}
+
 // One superblock of one column with one scale.
 static inline void quantise_super(const float* x, int num_cols, int col, const ActivationNeeds& needs, uint8_t* out) {
   alignas(64) int8_t codes[kSuperCols];
@@ -93,7 +104,8 @@ static inline void quantise_super(const float* x, int num_cols, int col, const A
   if (needs.pairs32) put_pairs(out + super256::kPairs32 * n, sums32, 4, n, col);
   if (needs.pairs16) put_pairs(out + super256::kPairs16 * n, sums16, 8, n, col);
   if (needs.init4) put_scaled(out + super256::kInit4 * n, sums16, 16, -4, n, col);
-  if (needs.init32) put_scaled(out + super256::kInit32 * n, sums16, 16, -32, n, col);
+  if (needs.init32 && kIntegerScales) put_lanes32(out + super256::kInit32 * n, codes, n, col);
+  if (needs.init32 && !kIntegerScales) put_scaled(out + super256::kInit32 * n, sums16, 16, -32, n, col);
   if (needs.init128_super) put_scaled(out + super256::kInit128 * n, sums32, 8, -128, n, col);
   if (needs.init128_total) put(out + super256::kInit128Total * n + col * 4, -128 * total);
 }

@@ -10,7 +10,7 @@ template <int kTiles>
 struct Strip {
   // codes: [64 groups][kTiles][64 bytes]; float types: float [kDenseChunk][kTiles][16]
   alignas(64) uint8_t codes[kSuperCols / 4 * kTiles * kLine];
-  float scales[kSuperCols / 16 * kTiles * kTileRows];  // per scale group
+  float scales[kSuperCols / 16 * kTiles * kTileRows];  // per scale group; pairs [16][2] where it has integer scales
   // kBlock32: float [8][kTiles][16]; else pairs [4 or 8][kTiles][16][2]
   alignas(64) uint8_t mins[kSubsPerSuper * kTiles * kLine];
   float d[kTiles * kTileRows];
@@ -60,7 +60,12 @@ static void unpack_super(const uint8_t* super, int, int tile, Strip<kTiles>& str
     for (int part = 0; part < kPerSub; ++part) {
       const int index = sub * kPerSub + part;
       const I32x16 scale = super_scale<kType>(super, index);
-      if constexpr (f.kind == Kind::kSuper) store_f32(entry<kTiles>(strip.scales, index, tile), to_float(scale));
+      float* scales = entry<kTiles>(strip.scales, index, tile);
+      if constexpr (has_integer_scales(f)) {
+        store_pairs(reinterpret_cast<uint8_t*>(scales), Dot<codes_of(f)>::spread(scale));
+      } else if constexpr (f.kind == Kind::kSuper) {
+        store_f32(scales, to_float(scale));
+      }
       LAMINA_UNROLL
       for (int i = 0; i < kGroups / kPerSub; ++i) {
         const int g = part * kGroups / kPerSub + i;

@@ -18,6 +18,7 @@ constexpr int kDirectCols = 8;
 constexpr int kStripTiles = 1;
 constexpr int kGroupCols = 4;
 constexpr int kDotCols = 4;
+constexpr bool kIntegerScales = true;  // decode.h
 
 LAMINA_INLINE __m256i load_256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 LAMINA_INLINE void store_256(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
@@ -84,7 +85,7 @@ struct Dot {
     LAMINA_UNROLL
     for (int i = 0; i < 2; ++i) {
       if constexpr (kCodes == Codes::kS8) {
-        add_signed(sum.v[i], codes.v[i], act);
+        add_signed(sum.v[i], codes.v[i], act, _mm256_set1_epi16(1));
       } else {
         const __m256i products = _mm256_maddubs_epi16(codes.v[i], act);
         narrow[i] = index % kFit == 0 ? products : _mm256_add_epi16(narrow[i], products);
@@ -96,15 +97,48 @@ struct Dot {
       }
     }
   }
+  // The same under integer scales: sum += scale x dot, where vpmaddwd, which widens anyway, multiplies by the scale.
+  // `lanes` (kCentred) is added once to the products of all groups, in 16 bits, so that codes less 2^(bits - 1) are summed.
+  //
+  // No overflow. In 16 bits: activations are within +-127, so kFit groups make at most 8 x 2 x 15 x 127 = 30480 (4 bits),
+  // 4 x 2 x 31 x 127 = 31496 (5), 2 x 2 x 63 x 127 = 32004 (6); centred codes are within half of that range, 32 for
+  // 6 bits, so twice as many groups make at most 4 x 2 x 32 x 127 = 32512. A sum on its way there may wrap: vpaddw is
+  // exact modulo 2^16, and vpmaddubsw does not saturate below 2 x 127 x 127. In 32 bits: scales are within +-128, so 256
+  // values make at most 256 x 128 x 127 x 128 < 2^29.
+  template <bool kCentred>
+  LAMINA_INLINE_MEMBER void add_scaled(int index, int count, U8x64 codes, Act4 act, Pairs scale, Act4 lanes) {
+    constexpr int kFit = groups_in_16_bits(kCodes) * (kCentred ? 2 : 1);
+    LAMINA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (kCodes == Codes::kS8) {
+        add_signed(sum.v[i], codes.v[i], act, scale.v[i]);
+      } else {
+        const __m256i products = _mm256_maddubs_epi16(codes.v[i], act);
+        if (index % kFit != 0) narrow[i] = _mm256_add_epi16(narrow[i], products);
+        else narrow[i] = kCentred ? _mm256_add_epi16(lanes, products) : products;
+        asm("" : "+x"(narrow[i]));
+        if (index % kFit == kFit - 1 || index == count - 1) {
+          sum.v[i] = _mm256_add_epi32(sum.v[i], _mm256_madd_epi16(narrow[i], scale.v[i]));
+          asm("" : "+x"(sum.v[i]));
+        }
+      }
+    }
+  }
   LAMINA_INLINE_MEMBER I32x16 finish() const { return sum; }
+  // Every scale twice, for add_scaled.
+  LAMINA_INLINE_MEMBER static Pairs spread(I32x16 scale) {
+    const __m256i twice = _mm256_set1_epi64x(0x0504050401000100);
+    const __m256i lanes = _mm256_add_epi8(twice, _mm256_set_epi64x(0x0808080808080808, 0, 0x0808080808080808, 0));
+    return {{_mm256_shuffle_epi8(scale.v[0], lanes), _mm256_shuffle_epi8(scale.v[1], lanes)}};
+  }
 
  private:
-  // |codes| x (act with the sign of codes). One asm, for the same reason.
-  LAMINA_INLINE_MEMBER static void add_signed(__m256i& sum, __m256i codes, Act4 act) {
+  // |codes| x (act with the sign of codes) x scale. One asm, for the same reason.
+  LAMINA_INLINE_MEMBER static void add_signed(__m256i& sum, __m256i codes, Act4 act, __m256i scale) {
     __m256i product;
     asm("vpsignb %2, %3, %1\n\tvpmaddubsw %1, %4, %1\n\tvpmaddwd %5, %1, %1\n\tvpaddd %1, %0, %0"
         : "+x"(sum), "=&x"(product)
-        : "x"(codes), "x"(act), "x"(_mm256_abs_epi8(codes)), "x"(_mm256_set1_epi16(1)));
+        : "x"(codes), "x"(act), "x"(_mm256_abs_epi8(codes)), "x"(scale));
   }
 };
 

@@ -19,6 +19,7 @@ constexpr int kDirectCols = 8;    // most columns that the direct kernels take
 constexpr int kStripTiles = 2;    // tiles of 16 rows in one register tile of the blocked kernels
 constexpr int kGroupCols = 6;     // columns in it
 constexpr int kDotCols = 1;       // columns whose dot products the direct kernels compute side by side
+constexpr bool kIntegerScales = false;  // decode.h
 
 LAMINA_INLINE U8x64 load_u8(const uint8_t* p) { return _mm512_load_si512(p); }
 LAMINA_INLINE void store_u8(uint8_t* p, U8x64 v) { _mm512_store_si512(p, v); }

@@ -19,6 +19,7 @@ constexpr int kDirectCols = 4;
 constexpr int kStripTiles = 1;
 constexpr int kGroupCols = 4;
 constexpr int kDotCols = 1;
+constexpr bool kIntegerScales = false;  // decode.h
 
 template <class Result, class Function>
 LAMINA_INLINE Result each4(Function function) {

@@ -19,6 +19,7 @@ constexpr int kDirectCols = 1;
 constexpr int kStripTiles = 1;
 constexpr int kGroupCols = 3;
 constexpr int kDotCols = 1;
+constexpr bool kIntegerScales = false;  // decode.h
 
 template <class Result, class Function>
 LAMINA_INLINE Result each16(Function function) {
