@@ -269,13 +269,14 @@ def test_impossible_requests(model: TinyModel, change: dict[str, object], kind: 
     run_scene(scene)
 
 
-def test_frames_that_no_message_holds(model: TinyModel) -> None:
+def test_frames_that_no_message_holds(model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before a byte is read, where the stage has a neighbour; a model on one stage sends none."""
-    settings = replace(SETTINGS, max_rows=2**18 + 1)  # of 64 float32 values
+    monkeypatch.setattr("lamina.wire.frames.MAX_PAYLOAD_BYTES", 2**20)  # steps of so small a model never fill 64 MiB
+    settings = replace(SETTINGS, max_rows=2**12 + 1)  # of 64 float32 values
 
     async def scene() -> None:
         async with running_worker("a") as a, Cluster.over(model, a, settings=settings) as cluster:
-            with pytest.raises(InvalidConfig, match=r"262145 rows x 64 f32 .* a --max-rows of at most 262144$"):
+            with pytest.raises(InvalidConfig, match=r"4097 rows x 64 f32 .* a --max-rows of at most 4096$"):
                 await load(cluster, cluster.placement("p", 1, (2,), ("a", "a")))
             assert used_bytes(a) == 0
 
