@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from lamina.coordinator.api.gate import Gate
 from lamina.coordinator.cli import http_server
 from lamina.coordinator.cli.http_server import HttpServer, address_of, bind
 from lamina.spec.address import Address
@@ -73,4 +74,32 @@ def test_a_client_that_does_not_read_is_dropped_at_the_end(
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(scene())
+    assert not caplog.records
+
+
+def test_a_client_that_leaves_within_its_body_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    app = FastAPI()
+    ended = asyncio.Event()
+
+    @app.post("/")
+    async def read(request: Request) -> Response:
+        try:
+            return Response(await request.body())
+        finally:
+            ended.set()
+
+    async def leave() -> None:
+        bound = bind(Address("127.0.0.1", 0))
+        server = HttpServer(Gate(app, "", 100), bound)
+        serving = asyncio.create_task(server.run_on_sockets())
+        _, writer = await asyncio.open_connection("127.0.0.1", address_of(bound).port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf")
+        await writer.drain()
+        writer.close()
+        await asyncio.wait_for(ended.wait(), 10)
+        server.should_exit = True
+        await serving
+
+    caplog.set_level(logging.WARNING)
+    asyncio.run(leave())
     assert not caplog.records

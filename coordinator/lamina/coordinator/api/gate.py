@@ -2,6 +2,7 @@
 
 import hmac
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lamina.coordinator.api.errors import ApiError, error_body
@@ -33,7 +34,10 @@ class Gate:
         except ApiError as error:
             await send_error(send, error)
             return
-        await self._app(scope, self._counting(receive), send)
+        try:
+            await self._app(scope, self._counting(receive), send)
+        except ClientDisconnect:
+            return  # before its request was whole: nobody is left to be answered
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if not self._api_key or path in self._open_paths:
