@@ -97,9 +97,10 @@ constexpr int fold_init_plane(const Format& f) {
   return f.offset != 0 && kSignedBias != 0 ? super256::kInit128Total : 0;
 }
 
-// Whether scale x dot is summed in integers over a superblock, by Dot::add_scaled, and made a float once. That is the sum
-// which floats make, to the bit, as long as no partial sum exceeds 2^24 (of at most 2^25 for Q4_K, 2^28 for Q6_K), which only
-// rows that nearly repeat their activations do; beyond, floats round at every step and integers once.
+// Whether scale x dot is summed in integers over a superblock, by Dot::add_scaled, and made a float once. That is the
+// sum which floats make, to the bit, as long as no partial sum exceeds 2^24 (of at most 2^25 for Q4_K, 2^28 for
+// Q6_K), which only rows that nearly repeat their activations do; beyond, floats round at every step and integers
+// once.
 constexpr bool has_integer_scales(const Format& f) { return kIntegerScales && f.kind == Kind::kSuper; }
 
 constexpr Codes codes_of(const Format& f) {

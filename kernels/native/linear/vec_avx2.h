@@ -98,13 +98,14 @@ struct Dot {
     }
   }
   // The same under integer scales: sum += scale x dot, where vpmaddwd, which widens anyway, multiplies by the scale.
-  // `lanes` (kCentred) is added once to the products of all groups, in 16 bits, so that codes less 2^(bits - 1) are summed.
+  // `lanes` (kCentred) is added once to the products of all groups, in 16 bits, so that codes less 2^(bits - 1) are
+  // summed.
   //
-  // No overflow. In 16 bits: activations are within +-127, so kFit groups make at most 8 x 2 x 15 x 127 = 30480 (4 bits),
-  // 4 x 2 x 31 x 127 = 31496 (5), 2 x 2 x 63 x 127 = 32004 (6); centred codes are within half of that range, 32 for
-  // 6 bits, so twice as many groups make at most 4 x 2 x 32 x 127 = 32512. A sum on its way there may wrap: vpaddw is
-  // exact modulo 2^16, and vpmaddubsw does not saturate below 2 x 127 x 127. In 32 bits: scales are within +-128, so 256
-  // values make at most 256 x 128 x 127 x 128 < 2^29.
+  // No overflow. In 16 bits: activations are within +-127, so kFit groups make at most 8 x 2 x 15 x 127 = 30480 (4
+  // bits), 4 x 2 x 31 x 127 = 31496 (5), 2 x 2 x 63 x 127 = 32004 (6); centred codes are within half of that range,
+  // 32 for 6 bits, so twice as many groups make at most 4 x 2 x 32 x 127 = 32512. A sum on its way there may wrap:
+  // vpaddw is exact modulo 2^16, and vpmaddubsw does not saturate below 2 x 127 x 127. In 32 bits: scales are within
+  // +-128, so 256 values make at most 256 x 128 x 127 x 128 < 2^29.
   template <bool kCentred>
   LAMINA_INLINE_MEMBER void add_scaled(int index, int count, U8x64 codes, Act4 act, Pairs scale, Act4 lanes) {
     constexpr int kFit = groups_in_16_bits(kCodes) * (kCentred ? 2 : 1);
