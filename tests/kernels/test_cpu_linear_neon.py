@@ -1,6 +1,7 @@
-"""The NEON kernels, cross-compiled and run in an emulator: the bits of the portable ones, with and without dotprod.
+"""The NEON kernels, cross-compiled and run in an emulator: linears give the bits of the portable ones, with and without
+dotprod, the other ops nearly so.
 
-Takes a minute, so it runs only when LAMINA_TEST_EMULATED=1 asks for it.
+Takes minutes, so it runs only when LAMINA_TEST_EMULATED=1 asks for it.
 """
 
 import os
@@ -51,3 +52,28 @@ def test_neon_gives_the_bits_of_the_portable_kernels(tmp_path: Path, common: Pat
         [EMULATOR, "-cpu", cpu, str(program), ISA_NEON], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.timeout(600)
+def test_neon_ops_agree_with_the_portable_ones(tmp_path: Path) -> None:
+    """Norm, rotation, attention over every KV dtype, softcap, argmax and sampling; 0 when no error is too large."""
+    portable = tmp_path / "portable.o"
+    sources = [
+        path
+        for folder in ("src", "linear")
+        for path in sorted((NATIVE / folder).glob("*.cpp"))
+        if not path.stem.endswith(("_avx2", "_avx512", "_neon"))
+    ]
+    include = f"-I{NATIVE / 'src'}"
+    _compile([ROOT / "tests" / "support" / "ops_self_check.cpp", *sources], portable, include, "-O1", "-r", "-nostdlib")
+    objects = [portable]
+    for source in sorted(NATIVE.glob("*/*_neon.cpp")):
+        objects.append(tmp_path / f"{source.stem}.o")
+        _compile([source], objects[-1], include, "-O1", "-c", "-march=armv8.2-a+dotprod+fp16")
+    program = tmp_path / "check"
+    _compile(objects, program, "-static", "-pthread")
+    result = subprocess.run(
+        [EMULATOR, "-cpu", "max", str(program), ISA_NEON], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("attention") == 12
