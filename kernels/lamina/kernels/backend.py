@@ -226,10 +226,6 @@ class Backend(ABC):
                 f"{self.name} computes in {' or '.join(self.capabilities.compute_dtypes)}, not in {dtype.value}"
             )
 
-    @abstractmethod
-    def set_shape(self, shape: StepShape) -> None:
-        """The sizes that ops launched from now on run at."""
-
     def explain(
         self, weights: Sequence[GgmlType], caches: Sequence[DType], experts: Sequence[GgmlType] = ()
     ) -> list[KernelChoice]:
@@ -238,6 +234,10 @@ class Backend(ABC):
         return [
             KernelChoice("every op", "any", "any", kernel, f"the {self.name} backend has one implementation of each")
         ]
+
+    @abstractmethod
+    def set_shape(self, shape: StepShape) -> None:
+        """The sizes that ops launched from now on run at."""
 
     @abstractmethod
     def supports(self, op: OpSpec) -> bool:
