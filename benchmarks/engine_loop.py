@@ -15,7 +15,8 @@ from lamina.coordinator.engine.engine import Engine
 from lamina.coordinator.engine.policy import SchedulerConfig
 from lamina.coordinator.engine.scheduler import Scheduler
 from lamina.coordinator.engine.sequence import SequenceRequest
-from lamina.spec.ids import Epoch
+from lamina.spec.ids import Epoch, PlacementId
+from lamina.spec.placement import Placement
 from lamina.spec.sampling import SamplingParams
 from lamina.spec.step import AddSequence, RemoveSequence, SampledToken, StepDone, StepPlan
 from lamina.v1 import step_pb2 as pb
@@ -31,6 +32,7 @@ class InstantPipeline:
     """
 
     def __init__(self, num_stages: int) -> None:
+        self.placement = Placement(PlacementId("instant"), Epoch(1), 0, ())
         self.num_stages = num_stages
         self.num_steps = 0
         self.outside_s = 0.0
