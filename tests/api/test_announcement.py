@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from lamina.coordinator.cli import announcement as module
 from lamina.coordinator.cli.announcement import announcement, outgoing_host, reachable
-from lamina.rpc_worker import cli as worker_cli
+from lamina.rpc_worker import command as worker_cli
 from lamina.rpc_worker.settings import WorkerSettings
 from lamina.spec.address import Address, parse_address
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from lamina.coordinator.cli import server_commands
 from lamina.coordinator.cli.app import app
 from lamina.coordinator.cli.config_file import Config, read_config
-from lamina.rpc_worker.cli import app as worker_app
+from lamina.rpc_worker.command import app as worker_app
 from lamina.spec.errors import InvalidConfig, LaminaError
 from support.models import smollm2_path
 

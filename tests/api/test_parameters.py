@@ -221,7 +221,9 @@ def test_a_prompt_beyond_the_context_is_a_400(api: Api, route: str) -> None:
     response = api.post(route, body)
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
-    assert "256" in response.json()["error"]["message"]
+    assert response.json()["error"]["message"].endswith(
+        "the context here is 256: shorten it; it is served with --context 256, the model allows 512"
+    )
 
 
 def test_a_prompt_that_leaves_room_for_one_token_is_served(api: Api) -> None:

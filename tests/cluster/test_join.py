@@ -58,14 +58,16 @@ def test_what_nobody_meant_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> No
     run_scene(scene)
 
 
-def test_what_the_coordinator_means_ends_the_worker() -> None:
-    """A name that is taken will be taken the next time too."""
+def test_what_the_coordinator_means_ends_the_worker(caplog: pytest.LogCaptureFixture) -> None:
+    """A name that is taken will be taken the next time too; both sides say so."""
 
     async def scene() -> None:
         server = await JoinServer.start(Address("127.0.0.1", 0))
         first = asyncio.create_task(stay_joined(server.address, "a", WORKER))
         async with asyncio.timeout(DEADLINE_S):
-            await server.wait_for(1)
+            counts: list[int] = []
+            await server.wait_for(1, counts.append)
+            assert set(counts) == {0}
             with pytest.raises(InvalidConfig, match="a worker called 'a' is there already"):
                 await stay_joined(server.address, "a", Address("127.0.0.1", 50052))
             assert [member.address for member in server.membership.present(time.monotonic())] == [WORKER]
@@ -75,6 +77,7 @@ def test_what_the_coordinator_means_ends_the_worker() -> None:
         await server.close()
 
     run_scene(scene)
+    assert any(m.startswith("worker a may not join: a worker called 'a' is there") for m in caplog.messages)
 
 
 @pytest.mark.parametrize(

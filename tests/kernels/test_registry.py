@@ -1,5 +1,7 @@
 """Which implementation serves a device name, and what is said when none can."""
 
+import sys
+
 import pytest
 
 from lamina.kernels import registry
@@ -73,3 +75,9 @@ def test_unknown_devices_are_refused(device: str) -> None:
     """A-18: the message lists what there is."""
     with pytest.raises(InvalidConfig, match="cpu, cuda, mock, reference"):
         select_backend(device)
+
+
+def test_a_card_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lamina.kernels.cuda.torch_device", None)
+    with pytest.raises(Unsupported, match=r"device cuda cannot be served.*pip install 'lamina\[cuda\]'"):
+        select_backend("cuda")

@@ -120,7 +120,8 @@ class Api:
         self.pipeline = ScriptedPipeline(self.model, script, random_logits)
         self.engine = Engine(Scheduler(config, Epoch(0)), cast(Pipeline, self.pipeline))
         self.engine.start()
-        served = ServedModel("scripted", self.model.tokenizer, self.model.chat, config.max_context, created_s=1)
+        context = config.max_context
+        served = ServedModel("scripted", self.model.tokenizer, self.model.chat, context, 2 * context, created_s=1)
         self.service = InferenceService(served, Metrics())
         self.service.state = Ready(self.engine)
         self.app = create_app(self.service, settings)

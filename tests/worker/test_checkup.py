@@ -1,6 +1,7 @@
 """--self-test and --explain: a good device passes, a corrupted layer does not, and what each generation would run."""
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from lamina.kernels.cuda.backend import CudaBackend
 from lamina.kernels.quant.dequantize import dequantize
 from lamina.kernels.reference import ReferenceBackend
 from lamina.kernels.registry import cpu_variants
-from lamina.rpc_worker import cli, self_test
+from lamina.rpc_worker import command, self_test
 from lamina.rpc_worker.checkup import show_findings
 from lamina.rpc_worker.explain import explain_device, read_types
 from lamina.rpc_worker.probe_model import PROBE_TYPES, random_matrix
@@ -178,7 +179,7 @@ def test_a_model_that_overflows_f16_is_explained(tmp_path: Path) -> None:
 def _run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
     monkeypatch.setattr(sys, "argv", ["rpc-worker", *options])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        command.main()
     return int(ended.value.code or 0)
 
 
@@ -186,8 +187,11 @@ def test_the_commands(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, few_types: None
 ) -> None:
     """Exit codes 0, 1 for a device that fails, 2 for a user's mistake; --json is JSON."""
+    logged: list[dict[str, object]] = []
+    monkeypatch.setattr(logging, "basicConfig", lambda **options: logged.append(options))
     assert _run(monkeypatch, "--self-test", "--device", "reference") == 0
     assert "3 of 3 ok" in capsys.readouterr().out
+    assert logged[0]["level"] == "WARNING"  # the table is not lost among the loader's lines
     assert _run(monkeypatch, "--self-test", "--device", "mock") == 1  # it computes nothing
     capsys.readouterr()
     path = write_tiny_llama(tmp_path / "m.gguf", matrix_type=GGMLQuantizationType.Q4_0, hidden=64, ff=96)

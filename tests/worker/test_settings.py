@@ -8,7 +8,7 @@ from lamina.kernels.backend import GraphMode
 from lamina.kernels.cuda.backend import CudaBackend
 from lamina.kernels.reference import ReferenceBackend
 from lamina.kernels.registry import create_backend
-from lamina.rpc_worker import cli, daemon
+from lamina.rpc_worker import cli, command, daemon
 from lamina.rpc_worker.describe import device_profile
 from lamina.rpc_worker.settings import WorkerSettings
 from lamina.spec.ids import DeviceId, WorkerName
@@ -22,10 +22,10 @@ def settings_of(monkeypatch: pytest.MonkeyPatch, *options: str) -> WorkerSetting
     async def run(settings: WorkerSettings) -> None:
         taken.append(settings)
 
-    monkeypatch.setattr(cli, "run_worker", run)
+    monkeypatch.setattr(command, "run_worker", run)
     monkeypatch.setattr(sys, "argv", ["rpc-worker", *options])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        command.main()
     if ended.value.code:
         raise ended.value
     return taken[0]
@@ -133,3 +133,36 @@ def test_graphs_are_explained_once_per_card(caplog: pytest.LogCaptureFixture) ->
         "emulated GPU: CUDA graphs off: switched off by this worker's configuration",
         "reference computes in f32; --compute-dtype f16 does not concern it",
     ]
+
+
+def test_an_interrupt_while_the_command_is_loaded_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        @staticmethod
+        def find_spec(name: str, path: object, target: object = None) -> None:
+            if name == "lamina.rpc_worker.command":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "lamina.rpc_worker.command")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == command.EXIT_INTERRUPTED
+
+
+def test_an_interrupt_before_the_daemon_takes_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(settings: WorkerSettings) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_worker", run)
+    monkeypatch.setattr(sys, "argv", ["rpc-worker"])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == command.EXIT_INTERRUPTED
+
+
+def test_a_worker_that_traces_says_that_it_is_slow(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon._announce(settings_of(monkeypatch, "--trace-directory", "traces"), ())
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "tracing into traces: steps run op by op" in caplog.text

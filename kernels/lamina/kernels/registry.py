@@ -132,9 +132,11 @@ def _build_native(request: DeviceRequest) -> Backend:
 
 def _build_cuda(request: DeviceRequest) -> Backend:
     module = import_module("lamina.kernels.cuda.backend")
-    return cast(
-        Backend, module.CudaBackend(request.index, max_memory_bytes=request.max_memory_bytes, graphs=request.graphs)
-    )
+    try:
+        backend = module.CudaBackend(request.index, max_memory_bytes=request.max_memory_bytes, graphs=request.graphs)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{error}; pip install 'lamina[cuda]', or -e '.[cuda]' in a clone") from None
+    return cast(Backend, backend)
 
 
 def _build_reference(request: DeviceRequest) -> Backend:

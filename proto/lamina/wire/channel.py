@@ -1,11 +1,13 @@
 """Channel and server options, connecting with a deadline. Plaintext for now; TLS joins here."""
 
 import asyncio
+import socket
+from contextlib import closing
 
 import grpc
 
 from lamina.spec.address import Address
-from lamina.spec.errors import WorkerUnreachable
+from lamina.spec.errors import InvalidConfig, WorkerUnreachable
 from lamina.wire.frames import MAX_PAYLOAD_BYTES
 
 CONNECT_DEADLINE_S = 5.0
@@ -43,6 +45,35 @@ def server_options() -> Options:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.max_concurrent_streams", 256),
     ]
+
+
+def bind(server: grpc.aio.Server, address: Address, option: str) -> Address:
+    """Let `server` listen; the result names the port that was really taken. `option` is the one that chose `address`.
+
+    Raises InvalidConfig. The port is tried before gRPC is asked, which writes a line of its own where it fails.
+    """
+    try:
+        _try_port(address)
+        port: int = server.add_insecure_port(str(address))
+    except (OSError, RuntimeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or "gRPC cannot take this address"
+        raise InvalidConfig(f"cannot listen on {address}: {why}; choose another with {option}") from None
+    return Address(address.host, port)
+
+
+def _try_port(address: Address) -> None:
+    """Raise OSError if none of the addresses that the host stands for can be bound."""
+    refused: OSError | None = None
+    for family, kind, protocol, _, where in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+        try:
+            with closing(socket.socket(family, kind, protocol)) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+                return
+        except OSError as error:
+            refused = error
+    if refused is not None:
+        raise refused
 
 
 async def connect(address: Address, *, deadline_s: float = CONNECT_DEADLINE_S) -> grpc.aio.Channel:

@@ -19,11 +19,9 @@ from lamina.rpc_worker.service import WorkerService
 from lamina.rpc_worker.settings import WorkerSettings
 from lamina.rpc_worker.stage_registry import StageRegistry
 from lamina.rpc_worker.tracing import TraceFile
-from lamina.spec.address import Address
-from lamina.spec.errors import InvalidConfig
 from lamina.spec.ids import DeviceId, WorkerName
 from lamina.v1 import worker_pb2_grpc
-from lamina.wire.channel import server_options
+from lamina.wire.channel import bind, server_options
 from lamina.wire.version import own_version
 
 _log = logging.getLogger(__name__)
@@ -60,7 +58,7 @@ class Daemon:
         Raises InvalidConfig (port in use), CapacityExceeded, Unsupported.
         """
         server = grpc.aio.server(options=server_options())
-        settings = replace(settings, listen=_bind(server, settings.listen))
+        settings = replace(settings, listen=bind(server, settings.listen, "--listen"))
         devices = tuple([await _start_device(name, settings) for name in settings.devices])
         trace = None if settings.trace_directory is None else TraceFile(settings.trace_directory, settings.name)
         registry = StageRegistry(settings, devices, trace)
@@ -139,19 +137,6 @@ async def _start_device(name: str, settings: WorkerSettings) -> DeviceThread:
     return device
 
 
-def _bind(server: grpc.aio.Server, listen: Address) -> Address:
-    try:
-        port = server.add_insecure_port(str(listen))
-    except RuntimeError:
-        port = 0
-    if port == 0:
-        raise InvalidConfig(
-            f"cannot listen on {listen}: the port is in use, or the address is not this machine's; choose another with"
-            " --listen"
-        )
-    return Address(listen.host, port)
-
-
 def _log_choices(settings: WorkerSettings, backend: Backend) -> None:
     """Once per device: whether it replays graphs and why (C-13, C-16), and a wish that it cannot follow."""
     if backend.name == "cuda":
@@ -172,4 +157,10 @@ def _announce(settings: WorkerSettings, devices: tuple[DeviceThread, ...]) -> No
     print(device_table(profiles, [device.served_by for device in devices]), end="")
     for device in devices:
         _log_choices(settings, device.backend)
+    if settings.trace_directory is not None:
+        _log.warning(
+            "tracing into %s: steps run op by op, small models tens of times slower on a CPU; the file is complete when"
+            " this worker has stopped",
+            settings.trace_directory,
+        )
     print(f"worker {settings.name}, {own_version()}, listening on {settings.listen}", flush=True)

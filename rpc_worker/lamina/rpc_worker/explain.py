@@ -1,5 +1,6 @@
 """`rpc-worker --explain`: what each device would run, and why: dtype, graphs, and the kernel of every op and type."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,8 +18,6 @@ from lamina.spec.families import model_spec
 from lamina.spec.gguf import read_gguf
 from lamina.spec.model import ModelSpec
 from lamina.spec.quant import WEIGHT_TYPES, GgmlType
-
-_WIDTH = 150
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +98,25 @@ def _why(dtype: DType, wish: str, offered: tuple[str, ...], overflowing: ModelTy
 
 
 def print_report(report: DeviceReport, model: ModelTypes | None) -> None:
-    """For people: two lines and a table."""
-    console = Console(width=_WIDTH)
+    """For people: a few lines, the commonest reason among them, and a table."""
+    console = Console(width=None if sys.stdout.isatty() else 110)
     if report.failure:
         console.print(f"{report.device}: {report.failure}", highlight=False)
         return
     console.print(f"{report.device}: {report.name}", highlight=False)
-    console.print(f"  large products in {report.compute_dtype}: {report.compute_why}", highlight=False)
-    console.print(f"  recorded steps {report.graphs}: {report.graphs_why}", highlight=False)
-    table = Table("op", "operand", "rows", "kernel", "why")
+    console.print(f"  large products in {report.compute_dtype}: {report.compute_why}", highlight=False, soft_wrap=True)
+    console.print(f"  recorded steps {report.graphs}: {report.graphs_why}", highlight=False, soft_wrap=True)
+    headers = ["op", "operand", "rows", "kernel"]
+    common = Counter(choice.why for choice in report.kernels).most_common(2)
+    if common:
+        console.print(f"  kernels: {common[0][0]}", highlight=False, soft_wrap=True)
+    if len(common) > 1:
+        headers.append("besides")
+    table = Table(*headers, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for choice in report.kernels:
-        table.add_row(choice.op, _operand(choice, model), choice.rows, choice.kernel, choice.why)
+        why = choice.why.removeprefix(common[0][0]).removeprefix("; ")
+        cells = (choice.op, _operand(choice, model), choice.rows, choice.kernel, why)
+        table.add_row(*cells[: len(headers)])
     console.print(table)
 
 

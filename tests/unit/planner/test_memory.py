@@ -1,13 +1,17 @@
 """Planned bytes are the bytes that backends really take: weights, cache and arena (B-12, B-27 .. B-29, B-42)."""
 
+import io
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from gguf import GGMLQuantizationType
+from rich.console import Console
 
+from lamina.coordinator.cli.progress import split_table
 from lamina.coordinator.planner.memory import RESERVE_SHARE, Demand, StagePlan, check_fits, plan_stages, stage_memory
+from lamina.coordinator.session import SessionSettings, SplitChoice
 from lamina.kernels.buffer import StepLimits
 from lamina.kernels.cuda.workspace import region_sizes
 from lamina.kernels.ledger import LedgerBackend
@@ -161,3 +165,18 @@ def test_the_reserve_covers_the_workspace(total_gib: int, max_in: int, max_out: 
     limits = StepLimits(settings.max_rows, settings.max_seqs, settings.max_logit_rows, settings.max_blocks_per_seq)
     sizes = region_sizes(limits, max_in, max_out, total_gib << 30, 132)
     assert 0 < sum(sizes.values()) < RESERVE_SHARE * (total_gib << 30)
+
+
+def test_the_table_of_a_split_fits_80_columns() -> None:
+    """Sizes of large cards, a longish name; the line above says for which settings."""
+    plan = replace(
+        plan_on(0, 141 * GIB, LayerRange(10, 100)),
+        device=replace(device(0, 141 * GIB, 4.5), id=DeviceId(WorkerName("machine-number-10"), 10), kind="cuda"),
+        memory=StageMemory(70 * GIB, 9 * GIB, GIB),
+    )
+    session = SessionSettings((), SplitChoice(), StageSettings(max_seqs=16, max_context=8192), 131072)
+    text = io.StringIO()
+    Console(file=text, width=80).print(split_table([plan] * 12, session))
+    line, *table = text.getvalue().splitlines()
+    assert "131072 tokens in f16 (--context 8192 --parallel 16)" in line
+    assert len(table) == 1 + 12 + 1  # no row is folded

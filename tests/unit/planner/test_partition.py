@@ -96,8 +96,15 @@ def test_context_counts() -> None:
     long = demand_of(4, [32] * 4, num_tokens=200_000)
     devices = [device(0, 4 * MIB, 32.0)]
     assert partition_by_memory(short, devices)
-    with pytest.raises(CapacityExceeded, match=r"49\.0 MiB needed \(weights 0\.1, cache 48\.8, arena"):
+    with pytest.raises(
+        CapacityExceeded, match=r"49\.0 MiB needed \(weights 0\.1, cache 48\.8, arena.*a shorter --context"
+    ):
         partition_by_memory(long, devices)
+
+
+def test_a_shorter_context_is_no_advice_where_the_weights_alone_are_too_much() -> None:
+    with pytest.raises(CapacityExceeded, match=r"add a worker, or use more --max-memory$"):
+        partition_by_memory(demand_of(4, [32] * 4, num_tokens=1024), [device(0, 2**16, 32.0)])
 
 
 def test_at_least_one_sequence_of_full_context() -> None:

@@ -100,7 +100,7 @@ def _device(health: DeviceHealth | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("health", "said"),
     [
-        (None, ("-",)),
+        (None, ("a at h:1: up", "0: cuda, card", "6144 of 8192 MiB free, kernels dp4a")),
         (HEALTH, ("62 °C, 118 W, 1800 MHz, PCIe 3 x4 of 4 x16",)),
         (DeviceHealth(4, 16, 4, 16, 40.0, 30.0, 210, 405, 0.0), ("40 °C, 30 W, 210 MHz, PCIe 4 x16",)),
         (DeviceHealth(temperature_c=40.0), ("40 °C, 0 W, 0 MHz",)),
@@ -112,41 +112,59 @@ def test_the_table_of_devices(
     """Where the link could be faster than it is, both are shown."""
     worker = {"name": "a", "address": "h:1", "up": True, "devices": [_device(health)]}
     show_devices(cast(ServerClient, _Server({"workers": [worker]})), as_json=False)
-    rows = [[cell.strip() for cell in line.split("│")] for line in capsys.readouterr().out.splitlines() if "│" in line]
-    told = " ".join(" ".join(cells) for cells in zip(*rows, strict=True))
+    told = capsys.readouterr().out
     assert all(part in told for part in said), told
+    assert all(len(line) <= 80 for line in told.splitlines())
+
+
+STAGE = {
+    "stage": 0,
+    "worker": "a",
+    "device": "a/0",
+    "first_layer": 0,
+    "num_layers": 4,
+    "weight_bytes": 1 << 20,
+    "cache_bytes": 0,
+    "arena_bytes": 0,
+    "steps_per_s": 1.0,
+    "busy_ratio": 0.5,
+    "compute_dtype": "bf16",
+    "graphs": graphs_object(COUNTS),
+}
+CLUSTER: dict[str, Any] = {
+    "model": "m",
+    "state": {"status": "ready"},
+    "tokens_per_s": 0.0,
+    "num_requests_running": 0,
+    "num_requests_waiting": 0,
+    "kv_cache_usage_ratio": 0.0,
+    "workers": [{"name": "a", "up": True}],
+    "idle_workers": [],
+    "links": [],
+    "stages": [STAGE],
+}
 
 
 def test_the_table_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
     """The dtype in force, the share of replays, and the reasons of the other steps."""
-    stage = {
-        "stage": 0,
-        "worker": "a",
-        "device": "a/0",
-        "first_layer": 0,
-        "num_layers": 4,
-        "weight_bytes": 1 << 20,
-        "cache_bytes": 0,
-        "arena_bytes": 0,
-        "steps_per_s": 1.0,
-        "busy_ratio": 0.5,
-        "compute_dtype": "bf16",
-        "graphs": graphs_object(COUNTS),
-    }
-    cluster = {
-        "model": "m",
-        "state": {"status": "ready"},
-        "tokens_per_s": 0.0,
-        "num_requests_running": 0,
-        "num_requests_waiting": 0,
-        "kv_cache_usage_ratio": 0.0,
-        "workers": [{"name": "a", "up": True}],
-        "idle_workers": [],
-        "links": [],
-        "stages": [stage],
-    }
-    show_status(cast(ServerClient, _Server(cluster)), as_json=False)
-    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "bf16" in told
+    show_status(cast(ServerClient, _Server(CLUSTER)), as_json=False)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "all stages: dtype bf16, graphs 97 % (" in told
     for part in ("97 %", "not faster", "step too large"):
         assert all(word in told for word in part.split())
+
+
+def test_the_table_of_unequal_stages_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    """What differs is a column; a worker with a common name and a GPU's gigabytes leave every number whole."""
+    stages = [
+        {**STAGE, "stage": index, "device": f"machine-a/{index}", "weight_bytes": 70 << 30, "compute_dtype": dtype}
+        | {"graphs": graphs_object(GraphCounts(replays=index))}
+        for index, dtype in enumerate(("bf16", "f32"))
+    ]
+    links = [{"from_stage": 0, "rtt_s": 0.01234}]
+    show_status(cast(ServerClient, _Server(CLUSTER | {"stages": stages, "links": links})), as_json=False)
+    *_, header, first, second = (line.rstrip() for line in capsys.readouterr().out.splitlines())
+    assert " ".join(header.split()) == "stage device up layers dtype graphs MiB steps/s busy % hop ms"
+    assert " ".join(first.split()) == "0 machine-a/0 yes 0-3 bf16 - 71680.0 1.0 50 12.34"
+    assert " ".join(second.split()) == "1 machine-a/1 yes 0-3 f32 100 % 71680.0 1.0 50 -"
+    assert max(map(len, (header, first, second))) <= 80

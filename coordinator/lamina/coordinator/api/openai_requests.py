@@ -166,9 +166,11 @@ def _limited(request: GenerationRequest, model: ServedModel) -> GenerationReques
     """The request, unless a prompt leaves no room for a token."""
     longest = max(map(len, request.prompts))
     if longest >= model.max_context:
+        could_be = f"; it is served with --context {model.max_context}, the model allows {model.model_context}"
         raise ApiError(
             400,
-            f"the prompt has {longest} tokens, this model's context is {model.max_context}; shorten it",
+            f"the prompt has {longest} tokens, the context here is {model.max_context}: shorten it"
+            f"{could_be if model.max_context < model.model_context else ''}",
             code="context_length_exceeded",
             param="messages" if request.make_tool_parser else None,
         )

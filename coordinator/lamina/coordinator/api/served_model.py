@@ -11,12 +11,15 @@ from lamina.coordinator.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`max_context` bounds prompt and output of one sequence together, in tokens; `created_s` is Unix time."""
+    """`max_context` bounds prompt and output of one sequence together, in tokens, of the `model_context` that the model
+    was made for; `created_s` is Unix time.
+    """
 
     id: str
     tokenizer: Tokenizer
     chat: ChatEncoder
     max_context: int
+    model_context: int
     created_s: int
 
     @property

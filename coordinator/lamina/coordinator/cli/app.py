@@ -96,14 +96,14 @@ def plan(
     as_json: options.Json = False,
     config: Config = None,
 ) -> None:
-    """Show what a split would cost in bytes; loads nothing."""
+    """Show what a split would cost in bytes; loads nothing. For `serve`, give it the same --parallel (8 there)."""
     opened = open_model_file(model)
     settings = _session_settings(opened, workers, split, split_file, context, parallel, kv_dtype, "f32", max_rows)
     if memory or not (settings.workers or split_file is not None):  # LAMINA_WORKERS may be exported; --memory is asked
         stages = plan_offline(opened, settings, options.parse_sizes(memory) if memory else None)
     else:
         stages = asyncio.run(plan_online(opened, settings))
-    print_plan(opened, stages, as_json=as_json)
+    print_plan(opened, settings, stages, as_json=as_json)
 
 
 server_commands.register(app)

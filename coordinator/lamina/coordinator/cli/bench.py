@@ -114,7 +114,7 @@ async def _score(model: ModelFile, settings: SessionSettings, request: Perplexit
 
     def show_split(stages: tuple[StagePlan, ...]) -> None:
         if not request.quiet:
-            console.print(split_table(stages))
+            console.print(split_table(stages, settings))
 
     async with AsyncExitStack() as stack:
         with LoadBars(console, quiet=request.quiet, interactive=is_interactive()) as report:

@@ -43,8 +43,13 @@ Split = Annotated[
 SplitFile = Annotated[
     Path | None, typer.Option(help="YAML file of workers and their layers.", envvar="LAMINA_SPLIT_FILE")
 ]
+DEFAULT_CONTEXT = 4096
 Context = Annotated[
-    str, typer.Option(help="Most tokens of one sequence, like 8K; the model's own at most.", envvar="LAMINA_CONTEXT")
+    str,
+    typer.Option(
+        help=f"Most tokens of one sequence, like 8K; {DEFAULT_CONTEXT} by default, the model's own at most.",
+        envvar="LAMINA_CONTEXT",
+    ),
 ]
 Parallel = Annotated[
     int, typer.Option(help="Sequences that run at the same time.", envvar="LAMINA_PARALLEL", min=1, max=4096)
@@ -57,7 +62,6 @@ MaxRows = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.", envvar="LAMINA_JSON")]
 
-DEFAULT_CONTEXT = 4096
 NO_WORKERS = "no workers: start `rpc-worker` on each machine and name them with --workers host:port,…"
 
 

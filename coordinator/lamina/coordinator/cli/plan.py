@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 
 from rich.console import Console
 
@@ -64,11 +65,12 @@ async def plan_online(model: ModelFile, settings: SessionSettings) -> tuple[Stag
         await asyncio.gather(*(client.close() for client in clients))
 
 
-def print_plan(model: ModelFile, stages: tuple[StagePlan, ...], *, as_json: bool) -> None:
+def print_plan(model: ModelFile, settings: SessionSettings, stages: tuple[StagePlan, ...], *, as_json: bool) -> None:
     """To standard output, as a table or as JSON."""
     if as_json:
         spec = model.spec
         document = {"model": spec.name, "architecture": spec.architecture, "digest": spec.digest}
         print(json.dumps({**document, "num_layers": spec.num_layers, "stages": split_json(stages)}, indent=2))
     else:
-        Console(width=110).print(split_table(stages))
+        console = Console(width=None if sys.stdout.isatty() else 110)
+        console.print(split_table(stages, settings))

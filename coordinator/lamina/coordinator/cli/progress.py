@@ -2,34 +2,51 @@
 
 from collections.abc import Callable, Sequence
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from lamina.coordinator.cluster.client import LoadProgress, StageLoaded
 from lamina.coordinator.planner.memory import StagePlan
+from lamina.coordinator.session import SessionSettings
 from lamina.spec.address import Address
 from lamina.spec.ids import WorkerName
 
 _MIB = 2**20
 
 
-def split_table(stages: Sequence[StagePlan]) -> Table:
-    """The stages and their bytes, with a sum."""
-    table = Table("stage", "device", "layers", "weights", "KV cache", "arena", "total", "free", title="split")
-    for column in table.columns[3:]:
-        column.justify = "right"
+def compact_table(*headers: str, num_texts: int) -> Table:
+    """Without borders, so that ten columns fit 80 characters; after the first `num_texts`, numbers to the right."""
+    table = Table(*headers, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in table.columns[:num_texts]:
+        column.overflow = "fold"  # a long name is, before a number is cut
+    for column in table.columns[num_texts:]:
+        column.justify, column.no_wrap = "right", True
+    return table
+
+
+def split_table(stages: Sequence[StagePlan], settings: SessionSettings) -> Group:
+    """The stages and their bytes, with a sum, under a line that says for which settings."""
+    table = compact_table("stage", "device", "layers", "weights", "KV", "arena", "total", "free", num_texts=3)
     totals = [0, 0, 0]
     for index, stage in enumerate(stages):
         memory = stage.memory
         parts = [memory.weight_bytes, memory.kv_bytes, memory.arena_bytes]
         totals = [total + part for total, part in zip(totals, parts, strict=True)]
-        cells = [f"{part / _MIB:.1f} MiB" for part in [*parts, sum(parts)]]
-        free = f"{stage.device.free_bytes / _MIB:.1f} MiB" if stage.device.total_bytes else "-"  # 0: nobody was asked
+        cells = [_mib(part) for part in [*parts, sum(parts)]]
+        free = _mib(stage.device.free_bytes) if stage.device.total_bytes else "-"  # 0: nobody was asked
         table.add_row(str(index), f"{stage.device.id} {stage.device.kind}", str(stage.layers), *cells, free)
-    table.add_section()
-    table.add_row("", "sum", "", *(f"{part / _MIB:.1f} MiB" for part in [*totals, sum(totals)]), "")
-    return table
+    table.add_row("", "sum", "", *(_mib(part) for part in [*totals, sum(totals)]), "")
+    stage_settings = settings.stage
+    asked = f"--context {stage_settings.max_context} --parallel {stage_settings.max_seqs}"
+    line = f"MiB; KV: {settings.num_tokens} tokens in {stage_settings.kv_dtype} ({asked})"
+    return Group(Text(line), table)
+
+
+def _mib(num_bytes: int) -> str:
+    mib = num_bytes / _MIB
+    return f"{mib:.1f}" if mib < 1000 else f"{mib:.0f}"
 
 
 def split_json(stages: Sequence[StagePlan]) -> list[dict[str, object]]:

@@ -47,7 +47,7 @@ async def run(model: ModelFile, settings: SessionSettings, request: RunRequest) 
 
     def show(stages: tuple[StagePlan, ...]) -> None:
         if not request.quiet:
-            console.print(split_table(stages))
+            console.print(split_table(stages, settings))
 
     async with AsyncExitStack() as stack:
         with LoadBars(console, quiet=request.quiet, interactive=is_interactive()) as report:

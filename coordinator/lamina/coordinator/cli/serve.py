@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 
 from rich.console import Console
 
@@ -30,6 +31,7 @@ from lamina.coordinator.planner.memory import StagePlan
 from lamina.coordinator.session import Report, Session, SessionSettings, addresses_of, open_session
 from lamina.coordinator.telemetry.cluster_watch import idle_workers
 from lamina.coordinator.telemetry.metrics import Metrics
+from lamina.spec.address import Address
 from lamina.spec.errors import LaminaError, Unavailable, WorkerLost
 from lamina.spec.ids import WorkerName
 
@@ -46,7 +48,12 @@ async def serve(model: ModelFile, session: SessionSettings, settings: ServeSetti
     stop, hurry = asyncio.Event(), asyncio.Event()
     _install_signal_handlers(stop, hurry)
     served = ServedModel(
-        settings.model_name, model.tokenizer, model.chat, session.stage.max_context, created_s=int(time.time())
+        settings.model_name,
+        model.tokenizer,
+        model.chat,
+        session.stage.max_context,
+        model.spec.context_length,
+        created_s=int(time.time()),
     )
     service = InferenceService(served, Metrics())
     bound = bind(settings.listen)
@@ -113,8 +120,7 @@ class _Keeper:
         while True:
             settings = self._settings
             if joins is not None:
-                self._wait_for(f"{num_workers} worker(s) to join at {joins.address}")
-                members = await joins.wait_for(num_workers)
+                members = await joins.wait_for(num_workers, partial(self._wait_for_joins, num_workers, joins.address))
                 settings = replace(settings, workers=tuple(member.address for member in members))
             try:
                 await self._serve_once(settings, joins)
@@ -191,7 +197,7 @@ class _Keeper:
             await asyncio.sleep(HEARTBEAT_S)
 
     def _show_split(self, stages: tuple[StagePlan, ...]) -> None:
-        self._console.print(split_table(stages))
+        self._console.print(split_table(stages, self._settings))
 
     def _report_to(self, show: Report) -> Report:
         def report(event: LoadProgress | StageLoaded) -> None:
@@ -208,6 +214,9 @@ class _Keeper:
 
     def _wait_for(self, what: str) -> None:
         self._set_state(Lost(what) if self._has_served else Loading(waiting_for=what))
+
+    def _wait_for_joins(self, num_wanted: int, at: Address, num_joined: int) -> None:
+        self._wait_for(f"{num_wanted} worker(s) to join at {at}: {num_joined} of {num_wanted} have")
 
     def _set_state(self, state: Loading | Ready | Lost) -> None:
         if not isinstance(self._service.state, Draining):

@@ -1,15 +1,15 @@
 """`coordinator status` and `devices`: what a running server knows of its cluster, as tables or JSON."""
 
 import json
+import sys
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column, Table
 
 from lamina.coordinator.cli.client import ServerClient
+from lamina.coordinator.cli.progress import compact_table
 
 _MIB = 2**20
-_WIDTH = 120
 
 
 def show_status(client: ServerClient, *, as_json: bool) -> None:
@@ -18,11 +18,11 @@ def show_status(client: ServerClient, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(cluster, indent=2))
         return
-    console = Console(width=_WIDTH)
-    console.print(_state_line(cluster), highlight=False)
+    console = _console()
+    console.print(_state_line(cluster), highlight=False, soft_wrap=True)
     console.print(_load_line(cluster), highlight=False)
     if cluster["stages"]:
-        console.print(_stage_table(cluster))
+        _print_stages(console, cluster)
     for worker in cluster["idle_workers"]:
         console.print(f"idle: worker {worker['name']} at {worker['address']} holds no layers", highlight=False)
     for stage in cluster["state"].get("stages", ()):
@@ -36,22 +36,28 @@ def show_devices(client: ServerClient, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(workers, indent=2))
         return
-    table = Table("worker", Column("address", no_wrap=True), "up", "device", "name", "free", "total", "kernels")
-    table.add_column("card or threads")
+    console = _console()
     for worker in workers:
+        state = "up" if worker["up"] else "down"
+        console.print(f"{worker['name']} at {worker['address']}: {state}", highlight=False, soft_wrap=True)
         for device in worker["devices"]:
-            table.add_row(
-                worker["name"],
-                worker["address"],
-                "yes" if worker["up"] else "no",
-                f"{device['index']}: {device['kind']}",
-                device["name"],
-                f"{device['free_bytes'] / _MIB:.0f} MiB",
-                f"{device['total_bytes'] / _MIB:.0f} MiB",
-                device["kernel"],
-                _card(device["health"]) if device["health"] else str(device["threads"] or "-"),
-            )
-    Console(width=_WIDTH).print(table)
+            for line in _device_lines(device):
+                console.print(f"  {line}", highlight=False, soft_wrap=True)
+
+
+def _console() -> Console:
+    """As wide as the terminal; lines to a pipe are not folded where a terminal would."""
+    return Console(width=None if sys.stdout.isatty() else 110)
+
+
+def _device_lines(device: dict[str, Any]) -> list[str]:
+    free, total = (device[key] / _MIB for key in ("free_bytes", "total_bytes"))
+    threads = f", {device['threads']} thread(s)" if device["threads"] else ""
+    lines = [
+        f"{device['index']}: {device['kind']}, {device['name']}",
+        f"   {free:.0f} of {total:.0f} MiB free, kernels {device['kernel']}{threads}",
+    ]
+    return [*lines, f"   {_card(device['health'])}"] if device["health"] else lines
 
 
 def _card(health: dict[str, float]) -> str:
@@ -70,7 +76,7 @@ def _graphs(graphs: dict[str, Any]) -> str:
     total = graphs["replays"] + num_vetoed
     if not total:
         return "-"
-    share = f"{100 * graphs['replays'] / total:.0f} % of steps"
+    share = f"{100 * graphs['replays'] / total:.0f} %"
     return f"{share} ({', '.join(graphs['vetoes'])})" if num_vetoed else share
 
 
@@ -87,24 +93,36 @@ def _load_line(cluster: dict[str, Any]) -> str:
     )
 
 
-def _stage_table(cluster: dict[str, Any]) -> Table:
+def _print_stages(console: Console, cluster: dict[str, Any]) -> None:
+    """A row for each; what all of them share stands in a line above."""
     rtts = {link["from_stage"]: link["rtt_s"] for link in cluster["links"]}
     is_up = {worker["name"]: worker["up"] for worker in cluster["workers"]}
-    table = Table("stage", "device", "up", "layers", "memory", "computes in", "steps/s", "busy", "graphs", "next hop")
-    for stage in cluster["stages"]:
-        num_bytes = stage["weight_bytes"] + stage["cache_bytes"] + stage["arena_bytes"]
-        last = stage["first_layer"] + stage["num_layers"] - 1
-        rtt_s = rtts.get(stage["stage"])
-        table.add_row(
-            str(stage["stage"]),
-            stage["device"],
-            "yes" if is_up.get(stage["worker"]) else "no",
-            f"{stage['first_layer']}-{last}",
-            f"{num_bytes / _MIB:.1f} MiB",
-            stage["compute_dtype"],
-            f"{stage['steps_per_s']:.1f}",
-            f"{100 * stage['busy_ratio']:.0f} %",
-            _graphs(stage["graphs"]),
-            "-" if rtt_s is None else f"{1000 * rtt_s:.2f} ms",
-        )
-    return table
+    rows = [
+        _stage_cells(stage, is_up.get(stage["worker"], False), rtts.get(stage["stage"])) for stage in cluster["stages"]
+    ]
+    shared = [name for name in ("dtype", "graphs") if len({row[name] for row in rows}) == 1]
+    if shared:
+        line = ", ".join(f"{name} {rows[0][name]}" for name in shared)
+        console.print(f"all stages: {line}", highlight=False, soft_wrap=True)
+    headers = [name for name in rows[0] if name not in shared]
+    table = compact_table(*headers, num_texts=headers.index("MiB"))
+    for row in rows:
+        table.add_row(*(row[name] for name in headers))
+    console.print(table)
+
+
+def _stage_cells(stage: dict[str, Any], is_up: bool, rtt_s: float | None) -> dict[str, str]:
+    """By header, texts before numbers."""
+    num_bytes = stage["weight_bytes"] + stage["cache_bytes"] + stage["arena_bytes"]
+    return {
+        "stage": str(stage["stage"]),
+        "device": stage["device"],
+        "up": "yes" if is_up else "no",
+        "layers": f"{stage['first_layer']}-{stage['first_layer'] + stage['num_layers'] - 1}",
+        "dtype": stage["compute_dtype"],
+        "graphs": _graphs(stage["graphs"]),
+        "MiB": f"{num_bytes / _MIB:.1f}",
+        "steps/s": f"{stage['steps_per_s']:.1f}",
+        "busy %": f"{100 * stage['busy_ratio']:.0f}",
+        "hop ms": "-" if rtt_s is None else f"{1000 * rtt_s:.2f}",
+    }

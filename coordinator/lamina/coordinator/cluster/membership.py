@@ -18,7 +18,7 @@ from lamina.spec.errors import InvalidConfig, LaminaError
 from lamina.spec.ids import WorkerName
 from lamina.v1 import cluster_pb2 as cpb
 from lamina.v1 import cluster_pb2_grpc
-from lamina.wire.channel import server_options
+from lamina.wire.channel import bind, server_options
 from lamina.wire.profiles import version_from_message, version_to_message
 from lamina.wire.status import abort
 from lamina.wire.version import check_peer, own_version
@@ -86,6 +86,7 @@ class _ClusterService(cluster_pb2_grpc.ClusterServicer):
             address = _address_of(parse_address(request.address), _peer_host(context.peer()))
             self._membership.register(WorkerName(request.worker), address, time.monotonic())
         except LaminaError as error:
+            _log.warning("worker %s may not join: %s", request.worker, error)
             await abort(context, error)
         _log.info("worker %s joined from %s", request.worker, address)
         self._on_change()
@@ -119,18 +120,14 @@ class JoinServer:
         membership, changed = Membership(), asyncio.Event()
         server = grpc.aio.server(options=server_options())
         cluster_pb2_grpc.add_ClusterServicer_to_server(_ClusterService(membership, changed.set), server)
-        try:
-            port = server.add_insecure_port(str(listen))
-        except RuntimeError:
-            port = 0
-        if port == 0:
-            raise InvalidConfig(f"cannot listen on {listen} for joining workers: the port is in use; choose another")
+        address = bind(server, listen, "--join-listen")
         await server.start()
-        return cls(server, membership, changed, Address(listen.host, port))
+        return cls(server, membership, changed, address)
 
-    async def wait_for(self, num_workers: int) -> tuple[Member, ...]:
-        """The members, once at least `num_workers` are present."""
+    async def wait_for(self, num_workers: int, report: Callable[[int], None]) -> tuple[Member, ...]:
+        """The members, once at least `num_workers` are present; `report` is told how many are, until then."""
         while len(present := self.membership.present(time.monotonic())) < num_workers:
+            report(len(present))
             self._changed.clear()
             try:
                 async with asyncio.timeout(HEARTBEAT_S):

@@ -66,8 +66,11 @@ def _does_not_fit(demand: Demand, devices: Sequence[DeviceProfile]) -> str:
     mib = 2**20
     needed = stage_memory(demand, devices[0], demand.spec.all_layers)
     free = ", ".join(f"{device.id} {device.free_bytes / mib:.1f}" for device in devices)
+    room = sum(map(room_bytes, devices))
+    fits_without_cache = needed.weight_bytes + needed.arena_bytes <= room
+    smaller = ", a shorter --context or --kv-dtype q8_0" if fits_without_cache else ""
     return (
-        f"{demand.spec.name} does not fit: {needed.total_bytes / mib:.1f} MiB needed (weights"
+        f"the model does not fit: {needed.total_bytes / mib:.1f} MiB needed (weights"
         f" {needed.weight_bytes / mib:.1f}, cache {needed.kv_bytes / mib:.1f}, arena {needed.arena_bytes / mib:.1f}"
-        f" per stage), free MiB: {free}; add a worker, or use a shorter --context or a smaller --kv-dtype"
+        f" per stage), free MiB: {free}; add a worker, or use more --max-memory{smaller}"
     )
