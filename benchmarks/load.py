@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 from contest import random_ids, serve_commands
 
-ORDINARY_TOKEN = 504  # printable in SmolLM2's vocabulary; for mock workers, which would only ever end the text
-
 
 @dataclass(slots=True)
 class Answer:
@@ -60,8 +58,8 @@ class _Reader(asyncio.Protocol):
             self._done.set_result(None)
 
 
-def request_bytes(host: str, ids: Sequence[int], max_tokens: int, *, forced: bool) -> bytes:
-    """A streaming completion of token ids. With `forced` every token is the same ordinary one."""
+def request_bytes(host: str, ids: Sequence[int], max_tokens: int) -> bytes:
+    """A streaming completion of token ids, greedy, that nothing ends before `max_tokens`."""
     body: dict[str, object] = {
         "prompt": list(ids),
         "max_tokens": max_tokens,
@@ -70,8 +68,6 @@ def request_bytes(host: str, ids: Sequence[int], max_tokens: int, *, forced: boo
         "ignore_eos": True,
         "temperature": 0.0,
     }
-    if forced:
-        body["logit_bias"] = {str(ORDINARY_TOKEN): 100.0}
     payload = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
     return head.encode() + f"Content-Length: {len(payload)}\r\n\r\n".encode() + payload
@@ -81,11 +77,11 @@ class Load:
     """Commands: `streams` and `ttft`."""
 
     def streams(
-        self, host: str, num_streams: int, num_tokens: int, salt: int, prompt_tokens: int = 16, forced: bool = False
+        self, host: str, num_streams: int, num_tokens: int, salt: int, prompt_tokens: int = 16
     ) -> dict[str, float]:
         """Tokens and events per second while every stream runs; tokens of a stream are spread over its events."""
         prompts = [random_ids(prompt_tokens, salt * 1000 + i) for i in range(num_streams)]
-        answers = asyncio.run(_run(host, prompts, num_tokens, forced))
+        answers = asyncio.run(_run(host, prompts, num_tokens))
         begin = max(answer.times[0] for answer in answers)
         end = min(answer.times[-1] for answer in answers)
         if end <= begin:
@@ -100,19 +96,19 @@ class Load:
 
     def ttft(self, host: str, prompt_tokens: int, salt: int) -> float:
         """Seconds from sending a request to its first event."""
-        answer = asyncio.run(_run(host, [random_ids(prompt_tokens, salt)], 2, False))[0]
+        answer = asyncio.run(_run(host, [random_ids(prompt_tokens, salt)], 2))[0]
         if not answer.times:
             raise RuntimeError(f"no event, HTTP {answer.status}: {answer.tail[-400:]!r}")
         return answer.times[0] - answer.sent_s
 
 
-async def _run(host: str, prompts: Sequence[Sequence[int]], num_tokens: int, forced: bool) -> list[Answer]:
+async def _run(host: str, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Answer]:
     loop = asyncio.get_running_loop()
     name, _, port = host.rpartition(":")
     answers = [Answer() for _ in prompts]
     ends: list[asyncio.Future[None]] = [loop.create_future() for _ in prompts]
     for ids, answer, end in zip(prompts, answers, ends, strict=True):
-        request = request_bytes(host, ids, num_tokens, forced=forced)
+        request = request_bytes(host, ids, num_tokens)
         await loop.create_connection(lambda r=request, a=answer, e=end: _Reader(r, a, e), name, int(port))
     await asyncio.wait_for(asyncio.gather(*ends), 600)
     for answer in answers:

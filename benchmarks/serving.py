@@ -33,7 +33,7 @@ _SERVING = re.compile(r"at (http://\S+?),")
 _READY = re.compile(r"^ready")
 _COORDINATOR = "from lamina.coordinator.cli import main; main()"
 # SmolLM2's vocabulary and nothing else: what remains of a step is the framework
-_MOCK_SHAPE = Shape("mock", "llama", "q8_0", 2, 64, 64, 2, 1, 32, 49152, 2048, 1e4, True)
+_MOCK_SHAPE = Shape("mock-text", "llama", "q8_0", 2, 64, 64, 2, 1, 32, 49152, 2048, 1e4, True)
 
 
 @dataclass(slots=True)
@@ -214,13 +214,11 @@ def measure_coordinator(report: Report, load: Contestant, num_rounds: int, *, qu
     """Workers that compute nothing: what the coordinator and its HTTP API can carry."""
     model = MODELS / _MOCK_SHAPE.file_name
     if not model.is_file():
-        write_shape(_MOCK_SHAPE, model, MODELS / SMOLLM2)
+        write_shape(_MOCK_SHAPE, model, MODELS / SMOLLM2, first_token="mocktext")
     with serving(model, 2, device="mock", split="0-0,1-1", context="1K", parallel=_MOCK_STREAMS) as cluster:
         num_tokens = 150 if quick else 400
         answers = [
-            load.ask(
-                "streams", host=cluster.host, num_streams=_MOCK_STREAMS, num_tokens=num_tokens, salt=i, forced=True
-            )
+            load.ask("streams", host=cluster.host, num_streams=_MOCK_STREAMS, num_tokens=num_tokens, salt=i)
             for i in range(num_rounds + 1)
         ][1:]
     rates = [answer["tokens_per_s"] for answer in answers]

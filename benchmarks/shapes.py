@@ -25,7 +25,7 @@ MODELS = REPO / "models"
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _VERSION = 1  # part of the file name: a change of the generator makes new files
 
-_UNUSED = 5  # GGUF's token type
+_NORMAL, _UNUSED = 1, 5  # GGUF's token types
 
 _T = GGMLQuantizationType
 
@@ -193,12 +193,17 @@ def _llama3_divisors(num_pairs: int) -> NDArray[np.float32]:
     return divisors.astype(np.float32)
 
 
-def write_shape(shape: Shape, path: Path, tokenizer_file: Path, seed: int = 1) -> None:
-    """Write the file of a shape: the same bytes for the same arguments. An unfinished file is never called `path`."""
+def write_shape(
+    shape: Shape, path: Path, tokenizer_file: Path, seed: int = 1, *, first_token: str | None = None
+) -> None:
+    """Write the file of a shape: the same bytes for the same arguments. An unfinished file is never called `path`.
+
+    `first_token` is what token 0 is instead, as ordinary text: all that a mock worker ever answers.
+    """
     partial = path.with_suffix(f".{os.getpid()}.partial")
     writer = GGUFWriter(partial, shape.arch)
     _add_model_metadata(writer, shape)
-    _add_tokenizer(writer, tokenizer_file, shape.vocab)
+    _add_tokenizer(writer, tokenizer_file, shape.vocab, first_token)
     for tensor in tensors_of(shape):
         is_float = tensor.kind == _T.F32
         row = tensor.cols if is_float else tensor.num_bytes // (tensor.experts * tensor.rows)
@@ -248,10 +253,12 @@ def _tokenizer_of(source: Path) -> dict[str, Any]:
     return {key.removeprefix("tokenizer."): field.contents() for key, field in fields.items() if "tokenizer." in key}
 
 
-def _add_tokenizer(writer: GGUFWriter, source: Path, vocab: int) -> None:
+def _add_tokenizer(writer: GGUFWriter, source: Path, vocab: int, first_token: str | None) -> None:
     """SmolLM2's tokenizer; ids beyond it are unused tokens. Raises ValueError if it has more tokens than `vocab`."""
     values = _tokenizer_of(source)
-    tokens, kinds = values["ggml.tokens"], values["ggml.token_type"]
+    tokens, kinds = list(values["ggml.tokens"]), list(values["ggml.token_type"])
+    if first_token is not None:
+        tokens[0], kinds[0] = first_token, _NORMAL
     if len(tokens) > vocab:
         raise ValueError(f"{source}: {len(tokens)} tokens do not fit a vocabulary of {vocab}")
     num_spare = vocab - len(tokens)

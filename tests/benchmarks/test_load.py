@@ -32,13 +32,12 @@ def test_split_by_measured_time() -> None:
 
 
 def test_request_is_http_with_the_prompt_as_ids() -> None:
-    head, _, body = request_bytes("h:1", [1, 2], 5, forced=True).partition(b"\r\n\r\n")
+    head, _, body = request_bytes("h:1", [1, 2], 5).partition(b"\r\n\r\n")
     assert head.startswith(b"POST /v1/completions HTTP/1.1\r\nHost: h:1\r\n")
     assert f"Content-Length: {len(body)}".encode() in head
     document = json.loads(body)
     assert document["prompt"] == [1, 2]
-    assert document["logit_bias"] == {"504": 100.0}
-    assert "logit_bias" not in json.loads(request_bytes("h:1", [1], 5, forced=False).partition(b"\r\n\r\n")[2])
+    assert (document["max_tokens"], document["ignore_eos"], document["temperature"]) == (5, True, 0.0)
 
 
 def test_tokens_are_what_the_server_says_it_made() -> None:
