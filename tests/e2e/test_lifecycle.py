@@ -91,7 +91,7 @@ def test_demo_answers_and_ends() -> None:
     assert result.returncode == 0, result.stderr
     assert "scatter" in result.stdout
     assert re.search(r"prefill: \d+ tokens in .* tokens/s \| decode: \d+ tokens in .* tokens/s", result.stderr)
-    assert re.search(r"0-\d+ .*MiB", result.stderr)
+    assert re.search(r"^0 +worker-a/0 cpu +0-\d+ +[\d.]+ ", result.stderr, re.MULTILINE), "the split"
 
 
 def test_a_lost_worker_costs_one_line_and_nothing_else() -> None:

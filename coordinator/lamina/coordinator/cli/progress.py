@@ -40,7 +40,7 @@ def split_table(stages: Sequence[StagePlan], settings: SessionSettings) -> Group
     table.add_row("", "sum", "", *(_mib(part) for part in [*totals, sum(totals)]), "")
     stage_settings = settings.stage
     asked = f"--context {stage_settings.max_context} --parallel {stage_settings.max_seqs}"
-    line = f"MiB; KV: {settings.num_tokens} tokens in {stage_settings.kv_dtype} ({asked})"
+    line = f"memory in MiB; KV for {settings.num_tokens} tokens in {stage_settings.kv_dtype} ({asked})"
     return Group(Text(line), table)
 
 
