@@ -102,8 +102,8 @@ class FakeLink:
         self.sent: list[pb.FramesRequest] = []
         self.closed = False
 
-    def send(self, message: pb.FramesRequest) -> None:
-        self.sent.append(message)
+    def send(self, message: bytes) -> None:
+        self.sent.append(pb.FramesRequest.FromString(message))
 
     async def close(self) -> None:
         self.closed = True

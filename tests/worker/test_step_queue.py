@@ -58,7 +58,8 @@ def done(step: int, *tokens: tuple[int, int, int], epoch: Epoch = EPOCH) -> Step
 
 
 def frame(of: StepPlan, value: float = 1.0) -> pb.Frame:
-    return encode_frame(of, np.full((of.num_rows, HIDDEN), value, np.float32), "f32")
+    raw = encode_frame(of, np.full((of.num_rows, HIDDEN), value, np.float32), "f32")
+    return pb.FramesRequest.FromString(raw).frame
 
 
 def drain(queue: StepQueue) -> list[ReadyStep]:

@@ -9,6 +9,7 @@ from lamina.rpc_worker.step_queue import StepQueue
 from lamina.spec.ids import Epoch, SeqId, StepId
 from lamina.spec.placement import StageSettings
 from lamina.spec.step import MAX_RUN_AHEAD, RemoveSequence, SeqSlice, StepPlan, Tokens
+from lamina.v1 import step_pb2 as pb
 from lamina.wire.frames import encode_frame
 
 EPOCH = Epoch(4)
@@ -34,7 +35,8 @@ def test_two_threads_may_bring_what_a_third_takes_out() -> None:
         for step in range(num_steps):
             while step >= queue.next_step + MAX_RUN_AHEAD:
                 time.sleep(0)
-            queue.add_frame(encode_frame(plan(step), np.full((2, 3), step, np.float32), "f32"))
+            raw = encode_frame(plan(step), np.full((2, 3), step, np.float32), "f32")
+            queue.add_frame(pb.FramesRequest.FromString(raw).frame)
 
     threads = [threading.Thread(target=bring, daemon=True) for bring in (bring_plans, bring_frames)]
     for thread in threads:

@@ -1,4 +1,10 @@
-"""Hidden-state frames: raw little-endian values, checked against the plan before anything is allocated."""
+"""Hidden-state frames: raw little-endian values, checked against the plan before anything is allocated.
+
+A frame of a prompt's chunk is tens of MiB, and protobuf copies it at every turn: to set a payload, to put one message
+into another, to serialise, and to read. So a payload is joined to its serialised header here, and read once.
+"""
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +16,9 @@ from lamina.v1 import step_pb2 as pb
 
 _CODES = {"f32": pb.FRAME_DTYPE_F32, "bf16": pb.FRAME_DTYPE_BF16, "f16": pb.FRAME_DTYPE_F16}
 _ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+_LENGTH_DELIMITED = 2  # protobuf's wire type of messages and bytes
+_FRAME_KEY = bytes([pb.FramesRequest.FRAME_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+_PAYLOAD_KEY = bytes([pb.Frame.PAYLOAD_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
 MAX_PAYLOAD_BYTES = 64 * 2**20  # of a frame: 2,048 rows x 8,192 float32 values
 
 
@@ -29,8 +38,24 @@ def check_frames_fit(settings: StageSettings, hidden: int) -> None:
         )
 
 
-def encode_frame(plan: StepPlan, hidden_state: NDArray[np.float32], wire_dtype: str) -> pb.Frame:
-    """Frame of float32 [rows, hidden] in the edge's wire dtype (bf16 rounds to nearest even)."""
+class Frame(NamedTuple):
+    """The fields of a `pb.Frame`."""
+
+    epoch: int
+    step: int
+    dtype: int
+    rows: int
+    hidden: int
+    payload: bytes
+
+
+def read_frame(message: pb.Frame) -> Frame:
+    """The message's fields, not checked."""
+    return Frame(message.epoch, message.step, message.dtype, message.rows, message.hidden, message.payload)
+
+
+def encode_frame(plan: StepPlan, hidden_state: NDArray[np.float32], wire_dtype: str) -> bytes:
+    """A serialised FramesRequest: float32 [rows, hidden] in the edge's wire dtype (bf16 rounds to nearest even)."""
     rows, hidden = hidden_state.shape
     match wire_dtype:
         case "f32":
@@ -40,17 +65,13 @@ def encode_frame(plan: StepPlan, hidden_state: NDArray[np.float32], wire_dtype: 
                 values = hidden_state.astype("<f2")
         case _:
             values = _bf16_bits(hidden_state)
-    return pb.Frame(
-        epoch=plan.epoch,
-        step=plan.step,
-        dtype=_CODES[wire_dtype],
-        rows=rows,
-        hidden=hidden,
-        payload=np.ascontiguousarray(values).tobytes(),
-    )
+    header = pb.Frame(epoch=plan.epoch, step=plan.step, dtype=_CODES[wire_dtype], rows=rows, hidden=hidden)
+    head = header.SerializeToString() + _PAYLOAD_KEY + _varint(values.nbytes)
+    length = _varint(len(head) + values.nbytes)
+    return b"".join((_FRAME_KEY, length, head, np.ascontiguousarray(values).data))
 
 
-def check_frame_size(frame: pb.Frame, max_rows: int, hidden: int, wire_dtype: str) -> None:
+def check_frame_size(frame: Frame, max_rows: int, hidden: int, wire_dtype: str) -> None:
     """Raise InvalidPlan for a frame that no step of the placement can have; for one that comes before its plan."""
     found = (frame.hidden, frame.dtype, len(frame.payload))
     wanted = (hidden, _CODES[wire_dtype], frame_bytes(frame.rows, hidden, wire_dtype))
@@ -61,7 +82,7 @@ def check_frame_size(frame: pb.Frame, max_rows: int, hidden: int, wire_dtype: st
         )
 
 
-def check_frame(frame: pb.Frame, plan: StepPlan, hidden: int, wire_dtype: str) -> None:
+def check_frame(frame: Frame, plan: StepPlan, hidden: int, wire_dtype: str) -> None:
     """Raise InvalidPlan unless the frame is exactly what the plan and the placement's settings say it must be."""
     found = (frame.epoch, frame.step, frame.rows, frame.hidden, frame.dtype, len(frame.payload))
     rows = plan.num_rows
@@ -70,7 +91,7 @@ def check_frame(frame: pb.Frame, plan: StepPlan, hidden: int, wire_dtype: str) -
         raise InvalidPlan(f"frame (epoch, step, rows, hidden, dtype, bytes) is {found}, the plan says {wanted}")
 
 
-def decode_frame(frame: pb.Frame) -> NDArray[np.float32]:
+def decode_frame(frame: Frame) -> NDArray[np.float32]:
     """float32 [rows, hidden] of a checked frame; read-only view of the payload where no conversion is needed."""
     shape = (frame.rows, frame.hidden)
     match frame.dtype:
@@ -88,3 +109,13 @@ def _bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype("<u2")
+
+
+def _varint(value: int) -> bytes:
+    """As protobuf writes lengths: seven bits at a time, the lowest first."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)

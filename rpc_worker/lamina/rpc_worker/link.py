@@ -15,11 +15,11 @@ from lamina.spec.address import Address
 from lamina.spec.errors import LaminaError, WorkerLost
 from lamina.spec.step import MAX_RUN_AHEAD
 from lamina.v1 import step_pb2 as pb
-from lamina.v1 import worker_pb2_grpc
 from lamina.wire.channel import connect
 from lamina.wire.status import error_from_rpc
 
 OPEN_DEADLINE_S = 10.0
+_METHOD = "/lamina.v1.Worker/Frames"  # not through the stub, which would serialise what is serialised already
 _PING_BYTES = 8192
 _NUM_PINGS = 5
 _MAX_QUEUED = 2 * MAX_RUN_AHEAD
@@ -37,8 +37,8 @@ class Link(Protocol):
     def queue_depth(self) -> int:
         """Messages that wait to be sent."""
 
-    def send(self, message: pb.FramesRequest) -> None:
-        """Queue a message; never blocks."""
+    def send(self, message: bytes) -> None:
+        """Queue a serialised FramesRequest; never blocks."""
 
     async def close(self) -> None:
         """End the edge."""
@@ -52,7 +52,7 @@ class GrpcLink:
         self._call = call
         self._who = who
         self._on_lost = on_lost
-        self._queue: asyncio.Queue[pb.FramesRequest] = asyncio.Queue()
+        self._queue: asyncio.Queue[bytes] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
         self._closing: asyncio.Task[None] | None = None  # held, or it might be collected before it has run
@@ -64,11 +64,13 @@ class GrpcLink:
         """Dial the next stage and measure the edge. Raises WorkerUnreachable, StaleEpoch or what the peer reports."""
         who = f"stage {opening.to_stage} at {address}"
         channel = await connect(address)
-        call: _Call = worker_pb2_grpc.WorkerStub(channel).Frames()
+        call: _Call = channel.stream_stream(
+            _METHOD, request_serializer=None, response_deserializer=pb.FramesResponse.FromString
+        )()
         link = cls(channel, call, who, on_lost)
         try:
             async with asyncio.timeout(OPEN_DEADLINE_S):
-                await call.write(pb.FramesRequest(open=opening))
+                await call.write(pb.FramesRequest(open=opening).SerializeToString())
                 await link._expect("opened")
                 link.rtt_s = await link._measure_rtt()
         except BaseException as error:
@@ -86,8 +88,8 @@ class GrpcLink:
         """Messages that wait to be sent."""
         return self._queue.qsize()
 
-    def send(self, message: pb.FramesRequest) -> None:
-        """Queue a message; a peer that takes none for MAX_RUN_AHEAD steps is given up."""
+    def send(self, message: bytes) -> None:
+        """Queue a serialised FramesRequest; a peer that takes none for MAX_RUN_AHEAD steps is given up."""
         if self._queue.qsize() >= _MAX_QUEUED:
             self._lose(WorkerLost(f"{self._who}: has taken nothing of the last {_MAX_QUEUED} messages"))
         else:
@@ -107,7 +109,7 @@ class GrpcLink:
             while True:
                 message = await self._queue.get()
                 await self._call.write(message)
-                self.num_bytes += message.ByteSize()
+                self.num_bytes += len(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # `_watch` sees the same end, and its reason
 
@@ -141,10 +143,11 @@ class GrpcLink:
         times = []
         for i in range(_NUM_PINGS):
             start = time.perf_counter()
-            await self._call.write(pb.FramesRequest(ping=pb.Ping(id=i, payload=bytes(_PING_BYTES))))
+            ping = pb.Ping(id=i, payload=bytes(_PING_BYTES))
+            await self._call.write(pb.FramesRequest(ping=ping).SerializeToString())
             await self._expect("pong")
             times.append(time.perf_counter() - start)
         return statistics.median(times)
 
 
-_Call = grpc.aio.StreamStreamCall[pb.FramesRequest, pb.FramesResponse]
+_Call = grpc.aio.StreamStreamCall[bytes, pb.FramesResponse]

@@ -256,8 +256,7 @@ class StageRuntime:
         if result.num_nonfinite_rows:
             _log.error("%s: %d rows of step %d are not finite", self._who, result.num_nonfinite_rows, plan.step)
         if self._link is not None and result.hidden is not None:
-            frame = encode_frame(plan, result.hidden, self.settings.wire_dtype)
-            self._link.send(pb.FramesRequest(frame=frame))
+            self._link.send(encode_frame(plan, result.hidden, self.settings.wire_dtype))
         elif not self._runner.has_neighbour:
             next_index = self.key.next_index
             self.fail(Unavailable(f"no edge to stage {next_index} for step {plan.step}; link the stages first"))
@@ -266,7 +265,7 @@ class StageRuntime:
         message = done_to_message(done)
         if self._link is not None:
             self._sent_back.append(message)
-            self._link.send(pb.FramesRequest(done=message))
+            self._link.send(pb.FramesRequest(done=message).SerializeToString())
         elif not self._runner.has_neighbour:
             message.needs_relay = True
         self._respond(pb.StepsResponse(done=message))

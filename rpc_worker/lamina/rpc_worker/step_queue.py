@@ -10,9 +10,8 @@ Any thread may bring something, the compute thread takes steps out: every method
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import wraps
 from threading import Lock
-from typing import Any, TypeVar, cast
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +22,10 @@ from lamina.spec.ids import Epoch, SeqId, StepId
 from lamina.spec.placement import StageSettings
 from lamina.spec.step import MAX_RUN_AHEAD, AddSequence, RemoveSequence, StepDone, StepPlan, Tokens
 from lamina.v1 import step_pb2 as pb
-from lamina.wire.frames import check_frame, check_frame_size, decode_frame
+from lamina.wire.frames import Frame, check_frame, check_frame_size, decode_frame, read_frame
 
 Edit = AddSequence | RemoveSequence
 OnDevice = Mapping[tuple[SeqId, int], int]
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +43,7 @@ class DeviceHidden:
         return self.num_rows
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyStep:
+class ReadyStep(NamedTuple):
     """A plan with its input: token ids int32 [rows] on stage 0, hidden state float32 [rows, H] elsewhere.
 
     A token of -1 - i is not known on the host yet: it is the i-th of those that the device has sampled. So is the
@@ -57,15 +54,6 @@ class ReadyStep:
     tokens: NDArray[np.int32] | None
     hidden: NDArray[np.float32] | None
     handed: DeviceHidden | None = None
-
-
-def _locked(method: Method) -> Method:
-    @wraps(method)
-    def call(self: "StepQueue", *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    return cast(Method, call)
 
 
 Hidden = NDArray[np.float32] | DeviceHidden
@@ -86,7 +74,7 @@ class StepQueue:
         self._next = StepId(0)
         self._plans: dict[StepId, StepPlan] = {}
         self._last_planned = StepId(-1)
-        self._inputs: dict[StepId, pb.Frame | Hidden] = {}
+        self._inputs: dict[StepId, Frame | Hidden] = {}
         self._edits: list[Edit] = []
         self._tokens: dict[tuple[SeqId, int], int] = {}  # by (seq, pos), oldest first
         self._fed_on_device: set[tuple[SeqId, int]] = set()  # tokens that were used before the host knew them
@@ -98,96 +86,93 @@ class StepQueue:
         """The step that runs next."""
         return self._next
 
-    @_locked
     def add_plan(self, plan: StepPlan) -> None:
         """Take the next plan. Raises StaleEpoch, or InvalidPlan if it is out of order or too large."""
-        self._check_epoch(plan.epoch, f"plan of step {plan.step}")
-        if plan.step != self._last_planned + 1:
-            raise InvalidPlan(f"plan of step {plan.step} after that of step {self._last_planned}")
-        if plan.step >= self._next + MAX_RUN_AHEAD:
-            raise InvalidPlan(f"plan of step {plan.step} is more than {MAX_RUN_AHEAD} ahead of step {self._next}")
-        self._check_size(plan)
-        self._check_input(self._inputs.get(plan.step), plan)
-        self._plans[plan.step] = plan
-        self._last_planned = plan.step
+        with self._lock:
+            self._check_epoch(plan.epoch, "plan of step", plan.step)
+            if plan.step != self._last_planned + 1:
+                raise InvalidPlan(f"plan of step {plan.step} after that of step {self._last_planned}")
+            if plan.step >= self._next + MAX_RUN_AHEAD:
+                raise InvalidPlan(f"plan of step {plan.step} is more than {MAX_RUN_AHEAD} ahead of step {self._next}")
+            self._check_size(plan)
+            self._check_input(self._inputs.get(plan.step), plan)
+            self._plans[plan.step] = plan
+            self._last_planned = plan.step
 
-    @_locked
     def add_edit(self, edit: Edit) -> None:
         """Take what must be known, or may be forgotten, before any step whose plan comes later runs."""
-        self._edits.append(edit)
-        if isinstance(edit, RemoveSequence):
-            for key in [key for key in self._tokens if key[0] == edit.seq]:
-                del self._tokens[key]
-            self._fed_on_device = {key for key in self._fed_on_device if key[0] != edit.seq}
+        with self._lock:
+            self._edits.append(edit)
+            if isinstance(edit, RemoveSequence):
+                for key in [key for key in self._tokens if key[0] == edit.seq]:
+                    del self._tokens[key]
+                self._fed_on_device = {key for key in self._fed_on_device if key[0] != edit.seq}
 
-    @_locked
-    def add_frame(self, frame: pb.Frame) -> None:
+    def add_frame(self, message: pb.Frame) -> None:
         """Take a hidden state off the wire. Raises StaleEpoch, or InvalidPlan if it fits no plan or no step."""
-        self._check_expected(Epoch(frame.epoch), StepId(frame.step))
-        if StepId(frame.step) not in self._plans:
-            check_frame_size(frame, self._settings.max_rows, self._hidden, self._settings.wire_dtype)
-        self._add_input(StepId(frame.step), frame)
+        frame = read_frame(message)
+        epoch, step = Epoch(frame.epoch), StepId(frame.step)
+        with self._lock:
+            self._check_expected(epoch, step)
+            if step not in self._plans:
+                check_frame_size(frame, self._settings.max_rows, self._hidden, self._settings.wire_dtype)
+            self._add_input(step, frame)
 
-    @_locked
     def add_hidden(self, epoch: Epoch, step: StepId, hidden: Hidden) -> None:
         """Take a hidden state from a stage of this process. Raises like `add_frame`."""
-        self._check_expected(epoch, step)
-        self._add_input(step, hidden)
+        with self._lock:
+            self._check_expected(epoch, step)
+            self._add_input(step, hidden)
 
-    @_locked
     def add_done(self, done: StepDone) -> None:
         """Take the tokens that a step sampled (direct edge from the last stage). Raises StaleEpoch or InvalidPlan."""
-        self._check_epoch(done.epoch, f"answer to step {done.step}")
-        if done.step >= self._next:
-            raise InvalidPlan(f"answer to step {done.step}, which has not run here; step {self._next} runs next")
-        for sampled in done.tokens:
-            self._add_token(sampled.seq, sampled.pos, sampled.token)
+        with self._lock:
+            self._check_epoch(done.epoch, "answer to step", done.step)
+            if done.step >= self._next:
+                raise InvalidPlan(f"answer to step {done.step}, which has not run here; step {self._next} runs next")
+            for sampled in done.tokens:
+                self._add_token(sampled.seq, sampled.pos, sampled.token)
 
-    @_locked
     def add_token(self, epoch: Epoch, seq: SeqId, pos: int, token: int) -> None:
         """Take one sampled token, from either side; the first to come counts. Raises StaleEpoch or InvalidPlan."""
-        self._check_epoch(epoch, f"token of sequence {seq}")
-        self._add_token(seq, pos, token)
+        with self._lock:
+            self._check_epoch(epoch, "token of sequence", seq)
+            self._add_token(seq, pos, token)
 
-    @_locked
     def pop_edits(self) -> list[Edit]:
         """What was added since the last call, in order."""
-        edits, self._edits = self._edits, []
-        return edits
+        with self._lock:
+            edits, self._edits = self._edits, []
+            return edits
 
-    @_locked
     def peek_plan(self) -> StepPlan | None:
         """The plan of the next step, whether or not its input is complete; None while there are edits to pop."""
-        return None if self._edits else self._plans.get(self._next)
+        with self._lock:
+            return None if self._edits else self._plans.get(self._next)
 
-    @_locked
     def pop_ready(self, on_device: OnDevice | None = None) -> ReadyStep | None:
         """The next step if it is complete, else None; None as well while there are edits to pop.
 
         `on_device` tells where the device keeps tokens that it has sampled and the host does not know yet.
         """
-        plan = self._plans.get(self._next)
-        if plan is None or self._edits:
-            return None
-        tokens = hidden = handed = None
-        if self._takes_tokens:
-            tokens = self._input_tokens(plan, on_device or {})
-            if tokens is None:
+        with self._lock:
+            plan = self._plans.get(self._next)
+            if plan is None or self._edits:
                 return None
-        else:
-            received = self._inputs.pop(self._next, None)
-            if received is None:
+            tokens = received = None
+            if self._takes_tokens:
+                tokens = self._input_tokens(plan, on_device or {})
+            else:
+                received = self._inputs.pop(self._next, None)
+            if tokens is None and received is None:
                 return None
-            match received:
-                case pb.Frame():
-                    hidden = decode_frame(received)
-                case DeviceHidden():
-                    handed = received
-                case _:
-                    hidden = received
-        del self._plans[self._next]
-        self._next = StepId(self._next + 1)
-        return ReadyStep(plan, tokens, hidden, handed)
+            del self._plans[self._next]
+            self._next = StepId(self._next + 1)
+        if isinstance(received, Frame):
+            return ReadyStep(plan, None, decode_frame(received))
+        if isinstance(received, DeviceHidden):
+            return ReadyStep(plan, None, None, received)
+        return ReadyStep(plan, tokens, received)
 
     def _input_tokens(self, plan: StepPlan, on_device: OnDevice) -> NDArray[np.int32] | None:
         ids: list[int] = []
@@ -225,33 +210,33 @@ class StepQueue:
         if len(self._tokens) > self._max_tokens:
             del self._tokens[next(iter(self._tokens))]
 
-    def _add_input(self, step: StepId, received: pb.Frame | Hidden) -> None:
+    def _add_input(self, step: StepId, received: Frame | Hidden) -> None:
         if step in self._plans:
             self._check_input(received, self._plans[step])
         self._inputs[step] = received
 
     def _check_expected(self, epoch: Epoch, step: StepId) -> None:
-        self._check_epoch(epoch, f"frame of step {step}")
+        self._check_epoch(epoch, "frame of step", step)
         if self._takes_tokens:
             raise InvalidPlan(f"frame of step {step}: the first stage takes tokens, not frames")
         if not self._next <= step < self._next + MAX_RUN_AHEAD or step in self._inputs:
             raise InvalidPlan(f"frame of step {step} is not expected; step {self._next} runs next")
 
-    def _check_input(self, received: pb.Frame | Hidden | None, plan: StepPlan) -> None:
-        if isinstance(received, pb.Frame):
+    def _check_input(self, received: Frame | Hidden | None, plan: StepPlan) -> None:
+        if isinstance(received, Frame):
             check_frame(received, plan, self._hidden, self._settings.wire_dtype)
         elif received is not None and len(received) != plan.num_rows:
             raise InvalidPlan(f"hidden state of step {plan.step} has {len(received)} rows, its plan {plan.num_rows}")
 
-    def _check_epoch(self, epoch: Epoch, what: str) -> None:
+    def _check_epoch(self, epoch: Epoch, what: str, number: int) -> None:
         if epoch != self._epoch:
-            raise StaleEpoch(f"{what} is of epoch {epoch}, this stage is in epoch {self._epoch}")
+            raise StaleEpoch(f"{what} {number} is of epoch {epoch}, this stage is in epoch {self._epoch}")
 
     def _check_size(self, plan: StepPlan) -> None:
         settings = self._settings
-        found = (plan.num_rows, len(plan.slices), plan.num_logit_rows)
-        limits = (settings.max_rows, settings.max_seqs, settings.max_logit_rows)
-        if any(size > limit for size, limit in zip(found, limits, strict=True)):
+        found = num_rows, num_seqs, num_logit_rows = plan.num_rows, len(plan.slices), plan.num_logit_rows
+        limits = max_rows, max_seqs, max_logit_rows = settings.max_rows, settings.max_seqs, settings.max_logit_rows
+        if num_rows > max_rows or num_seqs > max_seqs or num_logit_rows > max_logit_rows:
             raise InvalidPlan(f"step {plan.step} has {found} (rows, sequences, logit rows), the arena holds {limits}")
         for piece in plan.slices:
             if isinstance(piece.input, Tokens):

@@ -16,12 +16,14 @@ from lamina.v1 import step_pb2 as pb
 from lamina.wire.channel import MAX_MESSAGE_BYTES
 from lamina.wire.frames import (
     MAX_PAYLOAD_BYTES,
+    Frame,
     check_frame,
     check_frame_size,
     check_frames_fit,
     decode_frame,
     encode_frame,
     frame_bytes,
+    read_frame,
 )
 
 F32 = NDArray[np.float32]
@@ -34,10 +36,21 @@ def hidden_state(seed: int = 0, scale: float = 1.0) -> F32:
 
 
 def over_the_wire(values: F32, wire_dtype: str) -> F32:
-    raw = encode_frame(PLAN, values, wire_dtype).SerializeToString()
-    frame = pb.Frame.FromString(raw)
+    frame = read_frame(pb.FramesRequest.FromString(encode_frame(PLAN, values, wire_dtype)).frame)
     check_frame(frame, PLAN, HIDDEN, wire_dtype)
     return decode_frame(frame)
+
+
+def sound_frame() -> Frame:
+    return read_frame(pb.FramesRequest.FromString(encode_frame(PLAN, hidden_state(), "f32")).frame)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 6, 7, 300, 70_000])
+def test_the_message_is_the_one_that_protobuf_writes(num_rows: int) -> None:
+    """Lengths of one to four bytes, at the turn from one to two (128) as well."""
+    values = np.random.default_rng(0).normal(0, 1, (num_rows, HIDDEN)).astype(np.float32)
+    frame = pb.Frame(epoch=2, step=7, dtype=pb.FRAME_DTYPE_F32, rows=num_rows, hidden=HIDDEN, payload=values.tobytes())
+    assert encode_frame(PLAN, values, "f32") == pb.FramesRequest(frame=frame).SerializeToString(deterministic=True)
 
 
 def test_float32_is_exact() -> None:
@@ -118,8 +131,7 @@ MISMATCHES = {
 
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_each_mismatch_is_refused_with_both_sides(name: str) -> None:
-    frame = encode_frame(PLAN, hidden_state(), "f32")
-    setattr(frame, name, MISMATCHES[name])
+    frame = sound_frame()._replace(**{name: MISMATCHES[name]})  # type: ignore[arg-type]
     wanted = re.escape(str((2, 7, 3, HIDDEN, pb.FRAME_DTYPE_F32, 60)))
     with pytest.raises(InvalidPlan, match=f"the plan says {wanted}"):
         check_frame(frame, PLAN, HIDDEN, "f32")
@@ -127,8 +139,7 @@ def test_each_mismatch_is_refused_with_both_sides(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [pb.FRAME_DTYPE_UNSPECIFIED, 9])
 def test_unknown_dtypes(dtype: int) -> None:
-    frame = encode_frame(PLAN, hidden_state(), "f32")
-    frame.dtype = dtype  # type: ignore[assignment]
+    frame = sound_frame()._replace(dtype=dtype)
     with pytest.raises(InvalidPlan):
         check_frame(frame, PLAN, HIDDEN, "f32")
 
@@ -147,10 +158,9 @@ def test_unknown_dtypes(dtype: int) -> None:
 )
 def test_a_frame_before_its_plan_is_held_to_the_placement(change: dict[str, object]) -> None:
     """What waits for its plan is bounded: at most max_rows rows, of the placement's width and dtype."""
-    frame = encode_frame(PLAN, hidden_state(), "f32")
+    frame = sound_frame()
     check_frame_size(frame, 8, HIDDEN, "f32")
-    for name, value in change.items():
-        setattr(frame, name, value)
+    frame = frame._replace(**change)  # type: ignore[arg-type]
     with pytest.raises(InvalidPlan, match="frame of step 7"):
         check_frame_size(frame, 8, HIDDEN, "f32")
 
