@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lamina.kernels.backend import Unsupported
-from lamina.kernels.cuda import backend as cuda_backend
+from lamina.kernels.cuda import health as cuda_health
 from lamina.kernels.cuda.backend import CudaBackend
 from lamina.kernels.cuda.health import CardHealth
 from lamina.kernels.cuda.policy import free_bytes
@@ -83,7 +83,7 @@ def test_without_the_library_a_card_works_and_says_nothing(
 
 
 def test_the_backend_reads_its_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_backend, "CardHealth", lambda uuid: CardHealth(uuid, FakeNvml()))
+    monkeypatch.setattr(cuda_health, "CardHealth", lambda uuid: CardHealth(uuid, FakeNvml()))
     device = EmulatedDevice()
     device.uuid = UUID
     health = CudaBackend(device=device).health()

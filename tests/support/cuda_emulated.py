@@ -22,7 +22,17 @@ import numpy as np
 
 from lamina.kernels.backend import GraphError, Unsupported
 from lamina.kernels.buffer import DType
-from lamina.kernels.cuda.device import Bytes, Call, ExecutableGraph, KernelCall, Matrix, Memory, ProductCall, Span
+from lamina.kernels.cuda.device import (
+    Bytes,
+    Call,
+    Device,
+    ExecutableGraph,
+    KernelCall,
+    Matrix,
+    Memory,
+    ProductCall,
+    Span,
+)
 from lamina.kernels.cuda.programs import Program, assemble, packing_of
 
 _HEADER = Path(__file__).with_name("cuda_emulator.h")
@@ -152,6 +162,14 @@ class EmulatedDevice:
     def copy(self, source: Span, target: Span) -> None:
         self._view(target)[...] = self._view(source)
 
+    def reaches(self, other: Device) -> bool:
+        return isinstance(other, EmulatedDevice)
+
+    def copy_from(self, owner: Device, source: Span, target: Span) -> None:
+        assert isinstance(owner, EmulatedDevice)
+        assert owner is not self
+        self._view(target)[...] = owner._view(source)
+
     def computing(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
@@ -213,6 +231,8 @@ class EmulatedDevice:
 
     def event_done(self, event: Any) -> bool:
         return True
+
+    def follow(self, event: Any) -> None: ...
 
     def close(self) -> None:
         for memory in self._live.values():

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lamina.kernels.cuda.device import Bytes, Call, ExecutableGraph, Memory, Span
+from lamina.kernels.cuda.device import Bytes, Call, Device, ExecutableGraph, Memory, Span
 from support.cuda_emulated import EmulatedDevice
 
 
@@ -25,6 +25,14 @@ class _DeferredGraph:
     def destroy(self) -> None:
         self._device.synchronize()
         self._graph.destroy()
+
+
+class _Event:
+    """A point in a device's stream: so many pieces of work."""
+
+    def __init__(self, device: "DeferredDevice") -> None:
+        self.device = device
+        self.place = 0
 
 
 class DeferredDevice(EmulatedDevice):
@@ -70,6 +78,9 @@ class DeferredDevice(EmulatedDevice):
     def copy(self, source: Span, target: Span) -> None:
         self.defer(lambda: EmulatedDevice.copy(self, source, target))
 
+    def copy_from(self, owner: Device, source: Span, target: Span) -> None:
+        self.defer(lambda: EmulatedDevice.copy_from(self, owner, source, target))
+
     def upload(self, span: Span, values: Bytes) -> None:
         if not self._running:
             self.synchronize()
@@ -90,17 +101,27 @@ class DeferredDevice(EmulatedDevice):
             self._step()
 
     def create_event(self, *, timed: bool = False) -> Any:
-        return [0]
+        return _Event(self)
 
     def record_event(self, event: Any) -> None:
-        event[0] = self._num_launched
+        assert event.device is self
+        event.place = self._num_launched
+
+    def follow(self, event: Any) -> None:
+        device, place = event.device, event.place  # as it is recorded now
+        if device is not self:
+            self.defer(lambda: device.run_until(place))
 
     def wait_event(self, event: Any) -> None:
-        while self._num_done < event[0]:
+        self.run_until(event.place)
+
+    def run_until(self, place: int) -> None:
+        """Run what was launched up to a place of the stream."""
+        while self._num_done < place:
             self._step()
 
     def event_done(self, event: Any) -> bool:
         self._num_looks += 1
         if self._waiting and self._num_looks % self._looks == 0:
             self._step()
-        return bool(self._num_done >= event[0])
+        return bool(self._num_done >= event.place)

@@ -156,6 +156,23 @@ class Backend(ABC):
     def copy(self, source: Buffer, target: Buffer, num_rows: int) -> None:
         """Device-to-device copy of the first rows, in stream order."""
 
+    def reaches(self, other: "Backend") -> bool:
+        """Whether `copy_from` and `follow` take what another backend of this process left on its device.
+
+        Always so for itself. Any thread may ask.
+        """
+        return other is self
+
+    def copy_from(self, owner: "Backend", source: Buffer, target: Buffer, num_rows: int) -> None:
+        """Copy the first rows of a buffer of `owner`, which this backend `reaches`, in the order of its own stream.
+
+        Called on this backend's thread. Whoever owns the source neither writes nor frees it meanwhile; what is to have
+        written it before is said by `follow`.
+        """
+        if owner is not self:
+            raise Unsupported(f"{self.name} cannot copy from another {owner.name} device")
+        self.copy(source, target, num_rows)
+
     @abstractmethod
     def load_weight(self, parts: Sequence[HostTensor], bias: NDArray[np.float32] | None = None) -> Weight:
         """Stack matrices of equal `cols` by rows and lay them out for this device; one copy is kept.
@@ -300,6 +317,13 @@ class Backend(ABC):
 
     def event_done(self, event: Event) -> bool:
         """Whether `wait_event` would return at once."""
+        raise Unsupported(f"{self.name} has no events")
+
+    def follow(self, event: Event) -> None:
+        """What is launched from now on runs after an event recorded by a backend that this one `reaches`.
+
+        The host does not wait. Recording the event again later changes nothing for those who follow it already.
+        """
         raise Unsupported(f"{self.name} has no events")
 
     def close(self) -> None:

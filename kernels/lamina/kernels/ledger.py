@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.kernels.backend import require_free
+from lamina.kernels.backend import Backend, Unsupported, require_free
 from lamina.kernels.buffer import Buffer, DType, HostTensor, KvCache, StepShape, Weight
 from lamina.kernels.ops import ALL_OPS, Args, LaunchError, OpSpec
 from lamina.kernels.recording import RecordingBackend, operand_rows
@@ -84,11 +84,23 @@ class LedgerBackend(RecordingBackend):
     def copy(self, source: Buffer, target: Buffer, num_rows: int) -> None:
         """Raises ValueError if dtype or columns differ, GraphError inside a capture: it would bake in a row count."""
         self._require_usable("copy", source, target)
-        if source.dtype is not target.dtype or source.shape[1:] != target.shape[1:]:
-            raise ValueError(f"copy of {source.dtype.value} {source.shape} to {target.dtype.value} {target.shape}")
-        _require_rows("copy", source, num_rows)
-        _require_rows("copy", target, num_rows)
+        _require_alike(source, target, num_rows)
         self._copy(source, target, num_rows)
+
+    def copy_from(self, owner: Backend, source: Buffer, target: Buffer, num_rows: int) -> None:
+        """Raises like `copy`, and Unsupported for a backend that this one does not reach."""
+        if owner is self:
+            self.copy(source, target, num_rows)
+            return
+        if not isinstance(owner, LedgerBackend) or not self.reaches(owner):
+            raise Unsupported(f"{self.name} cannot copy from {owner.name}")
+        self._require_usable("copy", target)
+        owner.ledger.require_live("copy", [source])
+        _require_alike(source, target, num_rows)
+        self._copy_from(owner, source, target, num_rows)
+
+    def _copy_from(self, owner: Backend, source: Buffer, target: Buffer, num_rows: int) -> None:
+        raise Unsupported(f"{self.name} cannot copy from {owner.name}")  # reaches nobody else
 
     def supports(self, op: OpSpec) -> bool:
         return ALL_OPS.get(op.name) is op
@@ -140,3 +152,10 @@ def stacked_rows(parts: Sequence[HostTensor], bias: NDArray[np.float32] | None) 
 def _require_rows(what: str, buffer: Buffer, num_rows: int) -> None:
     if not 0 <= num_rows <= buffer.shape[0]:
         raise ValueError(f"{what} of {num_rows} rows, the buffer has {buffer.shape[0]}")
+
+
+def _require_alike(source: Buffer, target: Buffer, num_rows: int) -> None:
+    if source.dtype is not target.dtype or source.shape[1:] != target.shape[1:]:
+        raise ValueError(f"copy of {source.dtype.value} {source.shape} to {target.dtype.value} {target.shape}")
+    _require_rows("copy", source, num_rows)
+    _require_rows("copy", target, num_rows)

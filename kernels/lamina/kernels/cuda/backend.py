@@ -4,7 +4,6 @@ Owns the glue between the Backend contract, the planner (which calls an op becom
 Knows neither torch nor cupy: `open_device` imports them when a card is asked for. One compute thread.
 """
 
-import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.kernels.backend import (
+    Backend,
     Capabilities,
     DeviceFacts,
     Event,
@@ -20,7 +20,6 @@ from lamina.kernels.backend import (
     GraphError,
     GraphMode,
     KernelChoice,
-    Unsupported,
 )
 from lamina.kernels.buffer import Buffer, DType, Extent, HostTensor, KvCache, StepLimits, StepShape, Weight
 from lamina.kernels.cuda import kv_pages
@@ -30,7 +29,7 @@ from lamina.kernels.cuda.expert_plan import experts_regions
 from lamina.kernels.cuda.explain import CardOnPaper
 from lamina.kernels.cuda.formats import PACKED_FORMATS
 from lamina.kernels.cuda.graph import Bucket, CudaGraph, bucket_capacity, bucket_of, largest_step
-from lamina.kernels.cuda.health import CardHealth
+from lamina.kernels.cuda.health import open_health
 from lamina.kernels.cuda.planner import memory_of
 from lamina.kernels.cuda.policy import compute_dtypes, graph_policy, kv_dtypes
 from lamina.kernels.cuda.weights import CudaWeight, plan_weight, store_weight
@@ -40,8 +39,6 @@ from lamina.kernels.ops import Args, LaunchError, OpSpec
 from lamina.kernels.recording import operand_rows
 from lamina.spec.device import DeviceHealth
 from lamina.spec.quant import FLOAT_TYPES, GgmlType, quant_format
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -56,16 +53,6 @@ def open_device(index: int) -> Device:
     from lamina.kernels.cuda.torch_device import TorchDevice
 
     return TorchDevice(index)
-
-
-def _card_health(uuid: str) -> CardHealth | None:
-    if not uuid:
-        return None
-    try:
-        return CardHealth(uuid)
-    except Unsupported as error:
-        _log.info("no figures of link, temperature and power: %s", error)
-        return None
 
 
 class CudaBackend(LedgerBackend):
@@ -85,7 +72,7 @@ class CudaBackend(LedgerBackend):
         super().__init__()
         self.device = device or open_device(index)
         self._graphs = graphs
-        self._health = _card_health(self.device.uuid)
+        self._health = open_health(self.device.uuid)
         self._max_memory_bytes = max_memory_bytes
         self._planner = OpPlanner(self.device, compute)
         self._device_shape: StepShape | None = None  # what the device was told last
@@ -166,6 +153,14 @@ class CudaBackend(LedgerBackend):
         self._settle()
         if num_rows:
             self.device.copy(_rows(source, num_rows), _rows(target, num_rows))
+
+    def reaches(self, other: Backend) -> bool:
+        return isinstance(other, CudaBackend) and self.device.reaches(other.device)
+
+    def _copy_from(self, owner: Backend, source: Buffer, target: Buffer, num_rows: int) -> None:
+        self._settle()
+        if num_rows and isinstance(owner, CudaBackend):
+            self.device.copy_from(owner.device, _rows(source, num_rows), _rows(target, num_rows))
 
     def load_weight(self, parts: Sequence[HostTensor], bias: NDArray[np.float32] | None = None) -> Weight:
         """Raises ValueError if the parts' columns differ or `bias` has not one value per row."""
@@ -363,6 +358,10 @@ class CudaBackend(LedgerBackend):
 
     def event_done(self, event: Event) -> bool:
         return self.device.event_done(_handle(event))
+
+    def follow(self, event: Event) -> None:
+        self._planner.flush()
+        self.device.follow(_handle(event))
 
     def close(self) -> None:
         self._planner.drop()

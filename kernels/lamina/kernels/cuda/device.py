@@ -119,7 +119,13 @@ class Device(Protocol):
         """A contiguous span into page-locked host memory, in stream order."""
 
     def copy(self, source: Span, target: Span) -> None:
-        """Device to device, same number of rows and bytes."""
+        """Within the device, same number of rows and bytes."""
+
+    def reaches(self, other: "Device") -> bool:
+        """Whether `copy_from` and `follow` understand what another device made."""
+
+    def copy_from(self, owner: "Device", source: Span, target: Span) -> None:
+        """From another device's memory, in the order of this one's stream; same number of rows and bytes."""
 
     def computing(self) -> AbstractContextManager[Any]:
         """Inside it, what is computed with `arrays` is part of the stream's order."""
@@ -159,6 +165,9 @@ class Device(Protocol):
     def wait_event(self, event: Any) -> None: ...
 
     def event_done(self, event: Any) -> bool: ...
+
+    def follow(self, event: Any) -> None:
+        """What is launched from now on runs after the event, which may be another device's."""
 
     def close(self) -> None: ...
 

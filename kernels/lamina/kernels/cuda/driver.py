@@ -12,6 +12,7 @@ from lamina.kernels.backend import GraphError
 from lamina.spec.errors import CapacityExceeded, LaminaError
 
 _OUT_OF_MEMORY = 2  # others have taken what the driver needed
+_PEER_ACCESS_ALREADY_ENABLED = 704
 _CAPTURE_THREAD_LOCAL = 1  # other threads may allocate and synchronise during a capture
 _ATTRIBUTE_DEPENDENT_LAUNCH = 6
 _FUNCTION_MAX_DYNAMIC_SHARED = 8
@@ -93,6 +94,36 @@ class Driver:
             ctypes.c_ulonglong(target), ctypes.c_ulonglong(source), ctypes.c_size_t(num_bytes), self._stream
         )
         self._require(status, "a copy")
+
+    def copy_from(self, owner: "Driver", source: int, target: int, num_bytes: int) -> None:
+        """From the memory of another device's driver, in the order of this one's stream.
+
+        Where the cards cannot reach each other the driver stages it through the host, in stream order as well.
+        """
+        status = self._library.cuMemcpyPeerAsync(
+            ctypes.c_ulonglong(target),
+            self._context(),
+            ctypes.c_ulonglong(source),
+            owner._context(),
+            ctypes.c_size_t(num_bytes),
+            self._stream,
+        )
+        self._require(status, "a copy from another card")
+
+    def allow_peer(self, owner: "Driver") -> None:
+        """Have those copies go straight from card to card. On a thread bound to this device; allowed twice is fine."""
+        status = self._library.cuCtxEnablePeerAccess(owner._context(), ctypes.c_uint(0))
+        if status != _PEER_ACCESS_ALREADY_ENABLED:
+            self._require(status, "peer access")
+
+    def forbid_peer(self, owner: "Driver") -> None:
+        """Undo `allow_peer`."""
+        self._require(self._library.cuCtxDisablePeerAccess(owner._context()), "undoing peer access")
+
+    def _context(self) -> ctypes.c_void_p:
+        context = ctypes.c_void_p()
+        self._require(self._library.cuStreamGetCtx(self._stream, ctypes.byref(context)), "the stream's context")
+        return context
 
     def capture(self, launch_all: Callable[[], None]) -> "DriverGraph":
         """What `launch_all` launches, as a graph. Raises GraphError; then no capture is open, no graph lost (B-09)."""

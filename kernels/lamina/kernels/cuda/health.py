@@ -4,12 +4,15 @@ NVML is the driver's own library, reached through nvidia-ml-py (the `cuda` extra
 asked from any thread. Without it a card works all the same, and says nothing of its health.
 """
 
+import logging
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 from lamina.kernels.backend import Unsupported
 from lamina.spec.device import DeviceHealth
+
+_log = logging.getLogger(__name__)
 
 
 class CardHealth:
@@ -54,3 +57,14 @@ class CardHealth:
             return float(question(*args))
         except self._nvml.NVMLError:  # a card, or a virtual one, need not know everything
             return 0.0
+
+
+def open_health(uuid: str) -> CardHealth | None:
+    """For a card's backend: None, said in the log, where nothing tells of the card; "" is a card without a UUID."""
+    if not uuid:
+        return None
+    try:
+        return CardHealth(uuid)
+    except Unsupported as error:
+        _log.info("no figures of link, temperature and power: %s", error)
+        return None

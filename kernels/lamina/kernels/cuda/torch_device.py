@@ -5,6 +5,7 @@ process's default stream neither wait for it nor disturb it. One compute thread.
 """
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -20,15 +21,27 @@ from numpy.typing import NDArray
 
 from lamina.kernels.backend import Unsupported
 from lamina.kernels.buffer import DType
-from lamina.kernels.cuda.device import Bytes, Call, ExecutableGraph, KernelCall, Matrix, Memory, ProductCall, Span
+from lamina.kernels.cuda.device import (
+    Bytes,
+    Call,
+    Device,
+    ExecutableGraph,
+    KernelCall,
+    Matrix,
+    Memory,
+    ProductCall,
+    Span,
+)
 from lamina.kernels.cuda.driver import Driver, load_driver
 from lamina.kernels.cuda.policy import DEPENDENT_LAUNCH, free_bytes, require_supported
 from lamina.kernels.cuda.programs import Program, packing_of, source_text
 from lamina.spec.errors import CapacityExceeded
 
+_log = logging.getLogger(__name__)
 _TORCH_DTYPES = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}
 _DEFAULT_SHARED_BYTES = 48 << 10
 _COMPILER_THREADS = 8
+_PEER_TEST_VALUES = 1 << 16
 _OPTIONS = ("-std=c++17", "--diag-suppress=177")
 
 
@@ -74,6 +87,7 @@ class TorchDevice:
         self._driver = Driver(load_driver(), self._stream.cuda_stream, dependent_launch=dependent_launch)
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._kernels: dict[Program, _Kernel] = {}
+        self._peers: set[int] = set()  # cards copied from so far
 
     def _warm_up_cublas(self) -> None:
         """Handle and workspace exist before anything is captured."""
@@ -133,6 +147,43 @@ class TorchDevice:
             return
         with torch.cuda.stream(self._stream):
             self._view(target).copy_(self._view(source))
+
+    def reaches(self, other: Device) -> bool:
+        return isinstance(other, TorchDevice)
+
+    def copy_from(self, owner: Device, source: Span, target: Span) -> None:
+        if not isinstance(owner, TorchDevice):
+            raise TypeError("a copy from a device of another kind")
+        if owner._index not in self._peers:
+            self._peers.add(owner._index)
+            self._open_peer(owner)
+        num_copies = 1 if source.contiguous and target.contiguous else source.num_rows
+        num_bytes = source.num_rows * source.row_bytes // num_copies
+        for row in range(num_copies):
+            start, end = (span.memory.address + span.offset + row * span.pitch_bytes for span in (source, target))
+            self._driver.copy_from(owner._driver, start, end, num_bytes)
+
+    def _open_peer(self, owner: "TorchDevice") -> None:
+        """Before the first copy from a card: have it come straight from there, if that can be relied on."""
+        pair = f"{self.name} from {owner.name}"
+        if not torch.cuda.can_device_access_peer(self._index, owner._index):
+            _log.info("copies to %s: no peer access between the cards, the driver stages them in host memory", pair)
+            return
+        self._driver.allow_peer(owner._driver)
+        if self._copies_faithfully(owner):
+            _log.info("copies to %s: peer access is on", pair)
+            return
+        self._driver.forbid_peer(owner._driver)
+        _log.warning("copies to %s: peer access is offered and does not work (IOMMU?); it stays off", pair)
+
+    def _copies_faithfully(self, owner: "TorchDevice") -> bool:
+        """Some boards and drivers offer peer access and deliver something else."""
+        there = torch.arange(1, _PEER_TEST_VALUES + 1, dtype=torch.int32, device=owner._device)
+        torch.cuda.current_stream(owner._device).synchronize()
+        with torch.cuda.stream(self._stream):
+            here = torch.zeros(_PEER_TEST_VALUES, dtype=torch.int32, device=self._device)
+            self._driver.copy_from(owner._driver, there.data_ptr(), here.data_ptr(), 4 * _PEER_TEST_VALUES)
+            return bool((here.cpu() == there.cpu()).all())
 
     def computing(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream)  # type: ignore[no-any-return]
@@ -233,6 +284,9 @@ class TorchDevice:
 
     def event_done(self, event: Any) -> bool:
         return bool(event.query())
+
+    def follow(self, event: Any) -> None:
+        self._stream.wait_event(event)
 
     def close(self) -> None:
         """Unload nothing: modules and cuBLAS belong to the process."""
