@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
+from lamina.coordinator.cli.http_protocol import TimedProtocol
 from lamina.spec.address import Address
 from lamina.spec.errors import InvalidConfig
 
@@ -23,6 +24,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=TimedProtocol,
                 log_config=None,
                 log_level="warning",
                 access_log=False,

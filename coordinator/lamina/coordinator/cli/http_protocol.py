@@ -1,0 +1,100 @@
+"""uvicorn's HTTP/1.1 protocol with a limit to the time that a request may take to arrive; uvicorn itself has none.
+
+A head has HEAD_S from the connection's begin, or from its first byte on a connection that is kept. A body may be silent
+for BODY_S and slow, for longer than that, only above MIN_BYTES_PER_S. Who is later is answered 408 and hung up on.
+Time that the application takes, to read or to answer, does not count.
+"""
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from lamina.coordinator.api.errors import ApiError, error_body
+
+HEAD_S = 30.0
+BODY_S = 60.0
+MIN_BYTES_PER_S = 500.0
+
+
+class TimedProtocol(H11Protocol):
+    """One connection."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_body = False  # what the timer waits for
+        self._body_end_s = 0.0  # when the body is too slow as a whole; each byte puts it off
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client came; its head is awaited."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        """A part of a head or body."""
+        super().data_received(data)
+        if self.conn.their_state is h11.SEND_BODY:
+            self._await_body(len(data))
+        elif self.conn.their_state is not h11.IDLE:
+            self._stop_waiting()
+        elif self._timer is None:
+            self._await_head()
+
+    def on_response_complete(self) -> None:
+        """The answer is out. What has come of the next head meanwhile begins its time; before that uvicorn waits."""
+        super().on_response_complete()
+        if self._timer is None and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody is there to wait for."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        self._stop_waiting()
+        self._timer = self.loop.call_later(HEAD_S, self._hang_up)
+
+    def _await_body(self, num_bytes: int) -> None:
+        now = self.loop.time()
+        if not self._is_body:
+            self._stop_waiting()
+            self._body_end_s = now + BODY_S
+        elif self._timer is not None:
+            self._timer.cancel()
+        self._is_body = True
+        self._body_end_s += num_bytes / MIN_BYTES_PER_S
+        self._timer = self.loop.call_at(min(now + BODY_S, self._body_end_s), self._hang_up)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._is_body = None, False
+
+    def _hang_up(self) -> None:
+        """The client is late. Where the application has not read what is there, it is not the client's fault."""
+        if self.transport.is_closing():
+            return
+        if self._is_body and self.flow.read_paused:
+            self._timer = self.loop.call_later(BODY_S, self._hang_up)
+            return
+        has_begun = self._is_body or bool(self.conn.trailing_data[0])  # a connection made in advance gets no answer
+        if has_begun and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._answer_late()
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+    def _answer_late(self) -> None:
+        part = "body" if self._is_body else "head"
+        body = error_body(ApiError(408, f"the request's {part} did not arrive in time", code="request_timeout"))
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        for event in (h11.Response(status_code=408, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
