@@ -1,6 +1,7 @@
 """A worker dies while answers are under way: the streams stay open and go on, for as long as the operator allows."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.cluster import WorkerProcess
+from support.cluster import WorkerProcess, coordinator
 from support.models import smollm2_path
 from support.server import Cluster, running_cluster
 
@@ -53,9 +54,9 @@ class Stream:
 
 
 @contextmanager
-def returned(lost: WorkerProcess) -> Iterator[None]:
+def returned(lost: WorkerProcess, *options: str) -> Iterator[None]:
     """The worker again, where it was."""
-    again = WorkerProcess("w1", "--listen", lost.address)
+    again = WorkerProcess("w1", "--listen", lost.address, *options)
     try:
         again.wait_until_ready()
         yield
@@ -90,6 +91,57 @@ def test_streams_outlive_a_lost_worker() -> None:
             assert cluster.request("/admin/cluster")[1]["epoch"] == 2
             assert 'lamina_replans_total{reason="worker_lost"} 1.0' in cluster.text("/metrics")
         cluster.workers[0].wait_for(r"stage \S+#0 adopts layers")  # it was not read from the disk again
+
+
+def test_a_worker_lost_for_good_is_done_without() -> None:
+    """Its layers go to those that are left; when it comes back it idles, and no stream is disturbed."""
+    with running_cluster(smollm2_path(), 3, extra=[*OPTIONS, "--replan-after-s", "5"]) as cluster:
+        whole = Stream(cluster)
+        whole.join()
+        stream = Stream(cluster)
+        stream.wait_for_text()
+        lost = cluster.workers[1]
+        lost.kill()
+        cluster.server.wait_for(rf"worker w1 at {lost.address} does not answer; 5 s after the loss the others")
+        assert lost.address in cluster.request("/health")[1]["reason"]
+        stream.join()
+        assert (stream.text, stream.error, stream.has_ended) == (whole.text, None, True)
+        cluster.server.wait_for(rf"worker w1 at {lost.address} does not answer; its layers go to w0, w2")
+        stages = cluster.request("/admin/cluster")[1]["stages"]
+        assert [(stage["worker"], stage["num_layers"]) for stage in stages[:2]] == [("w0", 15), ("w2", 15)]
+        assert f"absent: the worker at {lost.address}" in coordinator("status", "--url", cluster.url).stdout
+        with returned(lost):
+            cluster.server.wait_for(rf"worker w1 at {lost.address} holds no layers and idles")
+            shown = coordinator("status", "--url", cluster.url).stdout
+            assert f"idle: worker w1 at {lost.address}" in shown
+            assert "absent" not in shown
+            after = Stream(cluster)
+            after.join()
+            assert after.text == whole.text
+            assert cluster.request("/admin/cluster")[1]["epoch"] == 2
+            cluster.workers[2].kill()  # the next load may use it
+            cluster.server.wait_for(r"(?s)its layers go to w0, w1.*ready")
+            assert {stage["worker"] for stage in cluster.request("/admin/cluster")[1]["stages"]} == {"w0", "w1"}
+
+
+def test_what_is_left_has_no_room() -> None:
+    """503 with the numbers and what to do, said once in the log; the worker's return serves again."""
+    small = ("--max-memory", "120M")
+    with running_cluster(smollm2_path(), options=small, extra=[*OPTIONS, "--replan-after-s", "0"]) as cluster:
+        lost = cluster.workers[1]
+        lost.kill()
+        gone = rf"worker w1 at {lost.address} does not answer: start it again. Without it the model does not fit: "
+        line = (
+            gone + r"[\d.]+ MiB needed \(.*\), free MiB: w0/0 [\d.]+, less 5% in reserve: [\d.]+ MiB are missing; add"
+        )
+        cluster.server.wait_for(line)
+        time.sleep(5)
+        assert len(re.findall(gone, "".join(cluster.server.lines))) == 1
+        status, answer = cluster.request("/v1/completions", {"prompt": "x"})
+        assert status == 503
+        assert re.search(line, answer["error"]["message"])
+        with returned(lost, *small):
+            cluster.wait_until_ready()
 
 
 def test_waiting_is_bounded() -> None:

@@ -1,10 +1,12 @@
 """`coordinator serve` and the commands around it, as processes: loading, joining, losing a worker, draining, config."""
 
+import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +98,60 @@ def test_a_lost_worker_is_named_and_its_return_serves_again() -> None:
                     assert float(metrics.split(f"{name} ")[1].split()[0]) > 0, name
         finally:
             again.stop()
+
+
+def test_all_workers_lost_are_named_and_shown_as_down() -> None:
+    with running_cluster(MODEL, extra=[*TINY, "--replan-after-s", "0"]) as cluster:
+        gone = [worker.address for worker in cluster.workers]
+        for worker in cluster.workers:
+            worker.kill()
+        cluster.server.wait_for(rf"w0 at {gone[0]} does not answer; worker w1 at {gone[1]} does not answer: start")
+        reason = cluster.request("/health")[1]["reason"]
+        assert all(address in reason for address in gone)
+        end = time.monotonic() + 20  # until the next look at the workers
+        while any(worker["up"] for worker in cluster.request("/admin/cluster")[1]["workers"]):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        shown = coordinator("status", "--url", cluster.url).stdout
+        assert re.findall(r"w(\d)/0 +no ", shown) == ["0", "1"]
+        listed = coordinator("devices", "--url", cluster.url).stdout
+        assert re.findall(r"w(\d) at \S+: down", listed) == ["0", "1"]
+
+
+def test_a_worker_that_joined_and_is_gone_is_done_without() -> None:
+    """Fewer than --num-workers carry on; whoever joins next makes up for it at the next loss."""
+    options = ["--join-listen", "127.0.0.1:0", "--num-workers", "2", "--replan-after-s", "3"]
+    with running_server(str(MODEL), *options, *TINY) as cluster:
+        join = cluster.server.wait_for(r"--join (\S+)")[1]
+        with running_workers(2, "--join", join) as workers:
+            cluster.wait_until_ready()
+            order = [stage["worker"] for stage in cluster.request("/admin/cluster")[1]["stages"]]
+            workers[1].kill()
+            cluster.server.wait_for(rf"worker w1 at {workers[1].address} does not answer; its layers go to w0")
+            cluster.wait_until_ready()
+            assert cluster.request("/v1/completions", {"prompt": "a prompt", "max_tokens": 4})[0] == 200
+            assert sorted(order) == ["w0", "w1"]
+            with late_worker(join) as late:
+                cluster.server.wait_for(rf"worker late at {late.address} holds no layers and idles")
+                workers[0].kill()
+                cluster.server.wait_for(r"(?s)does not answer; its layers go to late.*ready")
+
+
+def test_a_split_file_gives_layers_to_nobody_else(tmp_path: Path) -> None:
+    with running_workers(2) as workers:
+        split = tmp_path / "split.yaml"
+        entries = [
+            f"  - {{address: {worker.address}, layers: {2 * i}-{2 * i + 1}}}" for i, worker in enumerate(workers)
+        ]
+        split.write_text("\n".join(["workers:", *entries]))
+        options = ["--split-file", str(split), "--replan-after-s", "0", *TINY]
+        with running_server(str(MODEL), *options, workers=workers) as cluster:
+            cluster.wait_until_ready()
+            workers[0].kill()
+            cluster.server.wait_for(
+                r"w0 at \S+ does not answer: start it again, --split-file gives its layers to nobody"
+            )
+            assert "--split-file" in cluster.request("/health")[1]["reason"]
 
 
 def test_sigterm_finishes_what_runs_and_an_impossible_split_ends_the_server() -> None:

@@ -69,11 +69,15 @@ def running_server(*arguments: str, workers: Sequence[WorkerProcess] = ()) -> It
 
 @contextmanager
 def running_cluster(
-    model: Path, num_workers: int = 2, device: str = "cpu", extra: Sequence[str] = ()
+    model: Path,
+    num_workers: int = 2,
+    device: str = "cpu",
+    extra: Sequence[str] = (),
+    options: Sequence[str] = (),
 ) -> Iterator[Cluster]:
-    """Workers of one device each and a server that is ready; `extra` goes to `coordinator serve`."""
+    """Workers of one device each and a server that is ready; `extra` goes to `coordinator serve`, `options` to them."""
     with (
-        running_workers(num_workers, device=device) as workers,
+        running_workers(num_workers, *options, device=device) as workers,
         running_server(str(model), "--workers", addresses(workers), *extra, workers=workers) as cluster,
     ):
         cluster.wait_until_ready()

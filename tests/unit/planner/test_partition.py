@@ -84,10 +84,19 @@ def test_the_reserve_is_kept() -> None:
     demand = demand_of(2, [32] * 2)
     (stage,) = plan_stages(demand, [device(0, 2**24, 32.0)], [LayerRange(0, 2)])
     needed = stage.memory.total_bytes
-    with pytest.raises(CapacityExceeded, match=r"free MiB: w0/0 [\d.]+; add a worker"):
+    with pytest.raises(CapacityExceeded, match=r"free MiB: w0/0 [\d.]+, less 5% in reserve: [\d.]+ MiB"):
         partition_by_memory(demand, [device(0, needed, 32.0)])
     enough = int(needed / (1 - RESERVE_SHARE)) + 1
     assert len(partition_by_memory(demand, [device(0, enough, 32.0)])) == 1
+
+
+def test_what_is_missing_is_said() -> None:
+    """Each of two devices lacks 1 MiB for its half."""
+    demand = demand_of(4, [3000] * 4)
+    halves = plan_stages(demand, [device(0, 0, 32.0)] * 2, [LayerRange(0, 2), LayerRange(2, 4)])
+    rooms = [int((stage.memory.total_bytes - MIB) / (1 - RESERVE_SHARE)) for stage in halves]
+    with pytest.raises(CapacityExceeded, match=r"less 5% in reserve: 2\.0 MiB are missing; add a worker"):
+        partition_by_memory(demand, [device(i, room, 32.0) for i, room in enumerate(rooms)])
 
 
 def test_context_counts() -> None:

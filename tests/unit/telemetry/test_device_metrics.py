@@ -140,6 +140,7 @@ CLUSTER: dict[str, Any] = {
     "kv_cache_usage_ratio": 0.0,
     "workers": [{"name": "a", "up": True}],
     "idle_workers": [],
+    "absent_workers": [],
     "links": [],
     "stages": [STAGE],
 }

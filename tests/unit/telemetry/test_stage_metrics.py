@@ -1,13 +1,14 @@
 """Stages, edges and workers in /metrics and in the list of devices."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
+from lamina.coordinator.cluster.attendance import Attendance
 from lamina.coordinator.telemetry import cluster_watch
 from lamina.coordinator.telemetry.cluster_watch import ClusterWatch
 from lamina.coordinator.telemetry.metrics import Metrics
@@ -81,8 +82,8 @@ def test_a_worker_that_joined_late_is_listed_while_it_answers(monkeypatch: pytes
     """`coordinator devices` shows the spare machine, too, and not another one that has its address now."""
     answers = {"10.0.0.3": profile("late"), "10.0.0.4": profile("other")}
 
-    async def find(address: Address) -> WorkerProfile | None:
-        return answers.get(address.host)
+    async def find(addresses: Sequence[Address]) -> Attendance:
+        return Attendance({a: answers[a.host] for a in addresses}, {})
 
     async def scene() -> None:
         watch = ClusterWatch()
@@ -93,5 +94,5 @@ def test_a_worker_that_joined_late_is_listed_while_it_answers(monkeypatch: pytes
         assert [(w["name"], w["address"], w["up"]) for w in workers] == [("late", "10.0.0.3:1", True)]  # type: ignore[attr-defined]
         assert 'lamina_worker_up{worker="late"} 1.0' in exposed(watch.metrics())
 
-    monkeypatch.setattr(cluster_watch, "_find", find)
+    monkeypatch.setattr(cluster_watch, "call_roll", find)
     asyncio.run(scene())

@@ -19,6 +19,7 @@ class ServeSettings:
     num_workers: int  # that must have joined before the model is split over them
     drain_s: float
     recover_s: float  # that open requests wait when a worker is lost
+    replan_after_s: float  # that the model waits for it, before it is split over the workers that are left
 
     def __post_init__(self) -> None:
         if not self.listen.is_loopback and not self.api.api_key and not self.insecure:

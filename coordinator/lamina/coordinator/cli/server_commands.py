@@ -81,6 +81,14 @@ def serve(
         float,
         typer.Option(help="Seconds that open requests wait for a lost worker.", envvar="LAMINA_RECOVER_S", min=0),
     ] = 60.0,
+    replan_after_s: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that a lost worker has to come back before the others take its layers over.",
+            envvar="LAMINA_REPLAN_AFTER_S",
+            min=0,
+        ),
+    ] = 10.0,
     log_level: Annotated[str, options.one_of(_LOG_LEVELS, "One of ", "LAMINA_LOG_LEVEL")] = "info",
     config: Config = None,
 ) -> None:
@@ -109,6 +117,7 @@ def serve(
         num_workers=num_workers,
         drain_s=drain_s,
         recover_s=recover_s,
+        replan_after_s=replan_after_s,
     )
     run(run_server(opened, session, settings))
 

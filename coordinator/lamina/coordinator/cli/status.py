@@ -25,6 +25,8 @@ def show_status(client: ServerClient, *, as_json: bool) -> None:
         _print_stages(console, cluster)
     for worker in cluster["idle_workers"]:
         console.print(f"idle: worker {worker['name']} at {worker['address']} holds no layers", highlight=False)
+    for address in cluster["absent_workers"]:
+        console.print(f"absent: the worker at {address} does not answer; the split does without it", highlight=False)
     for stage in cluster["state"].get("stages", ()):
         share = stage["done_bytes"] / stage["total_bytes"] if stage["total_bytes"] else 0.0
         console.print(f"loading stage {stage['stage']} on {stage['worker']}: {100 * share:.0f} %", highlight=False)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
 
-from lamina.coordinator.planner.memory import Demand, StageCosts, room_bytes, stage_memory
+from lamina.coordinator.planner.memory import RESERVE_SHARE, Demand, StageCosts, room_bytes, stage_memory
 from lamina.spec.device import DeviceProfile
 from lamina.spec.errors import CapacityExceeded, InvalidSplit
 from lamina.spec.model import LayerRange
@@ -32,9 +32,12 @@ def partition_by_memory(demand: Demand, devices: Sequence[DeviceProfile]) -> tup
         starts = range(index, num_layers - later) if index else range(1)
         best = {start: _best_stop(start, table, room, best) for start in starts}
     share, stops = best[0]
+    ranges = tuple(pairwise((0, *stops)))
     if share > 1:
-        raise CapacityExceeded(_does_not_fit(demand, devices))
-    return tuple(LayerRange(start, stop) for start, stop in pairwise((0, *stops)))
+        rooms = map(room_bytes, devices)
+        excess = sum(max(0, table[ends] - room) for table, ends, room in zip(tables, ranges, rooms, strict=True))
+        raise CapacityExceeded(_does_not_fit(demand, devices, excess))
+    return tuple(LayerRange(*ends) for ends in ranges)
 
 
 def _best_stop(
@@ -62,7 +65,8 @@ def _byte_tables(demand: Demand, devices: Sequence[DeviceProfile]) -> list[dict[
     return [tables[key] for key in keys]
 
 
-def _does_not_fit(demand: Demand, devices: Sequence[DeviceProfile]) -> str:
+def _does_not_fit(demand: Demand, devices: Sequence[DeviceProfile], excess_bytes: int) -> str:
+    """`excess_bytes` are beyond the devices' room in the split that comes closest."""
     mib = 2**20
     needed = stage_memory(demand, devices[0], demand.spec.all_layers)
     free = ", ".join(f"{device.id} {device.free_bytes / mib:.1f}" for device in devices)
@@ -72,5 +76,6 @@ def _does_not_fit(demand: Demand, devices: Sequence[DeviceProfile]) -> str:
     return (
         f"the model does not fit: {needed.total_bytes / mib:.1f} MiB needed (weights"
         f" {needed.weight_bytes / mib:.1f}, cache {needed.kv_bytes / mib:.1f}, arena {needed.arena_bytes / mib:.1f}"
-        f" per stage), free MiB: {free}; add a worker, or use more --max-memory{smaller}"
+        f" per stage), free MiB: {free}, less {RESERVE_SHARE:.0%} in reserve: {excess_bytes / mib:.1f} MiB are missing;"
+        f" add a worker, or use more --max-memory{smaller}"
     )

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from lamina.coordinator.cluster.attendance import call_roll
 from lamina.coordinator.cluster.client import WorkerClient
 from lamina.coordinator.telemetry.device_metrics import graph_metrics, graphs_object, health_metrics, health_object
 from lamina.coordinator.telemetry.stage_metrics import StageLook, link_metrics, stage_metrics, worker_metrics
@@ -42,7 +43,9 @@ class ClusterWatch:
         self._looks: dict[int, StageLook] = {}
         self._last_s = 0.0
         self._spares: dict[str, WorkerProfile] = {}  # of the idle ones, those that joined later and answer
-        self.idle: Mapping[WorkerName, Address] = {}  # workers without a stage, as whoever keeps the session sees them
+        # As whoever keeps the session sees them: workers without a stage, and those that the split does without.
+        self.idle: Mapping[WorkerName, Address] = {}
+        self.absent: tuple[Address, ...] = ()
 
     def follow(self, clients: Sequence[WorkerClient], placement: Placement, link_rtts_s: Sequence[float]) -> None:
         """Look at these from now on; `link_rtts_s` are the round trips of the edges in stage order."""
@@ -58,6 +61,7 @@ class ClusterWatch:
         """Nobody is followed any more; what was known last stays to be shown, not up until a worker answers anew."""
         self._clients = ()
         self.idle = {}
+        self.absent = ()
         self._spares = {}
         self._is_up = dict.fromkeys(self._is_up, False)
 
@@ -92,20 +96,17 @@ class ClusterWatch:
     async def _find_spares(self) -> dict[str, WorkerProfile]:
         """Workers that joined after the split are nobody's yet, so each look dials them anew."""
         late = [(name, address) for name, address in self.idle.items() if name not in self._profiles]
-        found = await asyncio.gather(*(_find(address) for _, address in late))
-        return {
-            name: profile
-            for (name, _), profile in zip(late, found, strict=True)
-            if profile is not None and profile.name == name
-        }
+        found = (await call_roll([address for _, address in late])).present
+        return {name: found[address] for name, address in late if address in found and found[address].name == name}
 
     async def _dial_known(self) -> None:
         """So that a lost worker can be told from those that only lost their pipeline."""
         known = self._addresses
-        found = await asyncio.gather(*(_find(address) for address in known.values()))
+        found = (await call_roll(list(known.values()))).present
         if self._clients:
             return
-        for name, profile in zip(known, found, strict=True):
+        for name, address in known.items():
+            profile = found.get(address)
             self._is_up[name] = profile is not None and profile.name == name
             if profile is not None and self._is_up[name]:
                 self._profiles[name] = profile
@@ -116,6 +117,7 @@ class ClusterWatch:
             "epoch": self._placement.epoch if self._placement else 0,
             "workers": [self._worker_object(p) for p in (*self._profiles.values(), *self._spares.values())],
             "idle_workers": [{"name": name, "address": str(address)} for name, address in self.idle.items()],
+            "absent_workers": [str(address) for address in self.absent],
             "stages": [self._stage_object(index) for index in sorted(self._looks)],
             "links": [
                 {"from_stage": i, "to_stage": (i + 1) % len(self._link_rtts_s), "rtt_s": rtt_s}
@@ -195,13 +197,3 @@ class ClusterWatch:
             "compute_dtype": stage.compute_dtype,
             "graphs": graphs_object(stage.graphs),
         }
-
-
-async def _find(address: Address) -> WorkerProfile | None:
-    """The worker at an address, None if none answers."""
-    try:
-        client = await WorkerClient.dial(address, deadline_s=PERIOD_S)
-    except LaminaError:
-        return None
-    await client.close()
-    return client.profile
