@@ -1,15 +1,20 @@
 """Capture through the driver, with a library that fails where it is told to: nothing stays open, nothing is lost."""
 
 import ctypes
+import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lamina.kernels.backend import GraphError
-from lamina.kernels.cuda.driver import CudaError, Driver
+from lamina.kernels.cuda import driver as driver_module
+from lamina.kernels.cuda.driver import CudaError, Driver, declared
 from lamina.spec.errors import CapacityExceeded
 
-TEMPLATE, EXECUTABLE = 0x1000, 0x2000
+TEMPLATE, EXECUTABLE, EVENT = 0x1000, 0x2000, 0x3000
+NOT_READY = 600
 
 
 class FakeLibrary:
@@ -18,7 +23,8 @@ class FakeLibrary:
     def __init__(self, *failing: str) -> None:
         self.failing = failing
         self.capturing = False
-        self.templates = self.executables = 0
+        self.templates = self.executables = self.events = 0
+        self.event_status = 0
         self.launches: list[Any] = []
 
     def _status(self, name: str) -> int:
@@ -65,16 +71,48 @@ class FakeLibrary:
         return self._status("launch")
 
     def cuMemcpyHtoDAsync_v2(self, device: Any, host: Any, count: Any, stream: Any) -> int:  # noqa: N802
-        self.launches.append(("up", device.value, host.value, count.value, stream.value))
+        self.launches.append(("up", device, host, count, stream.value))
         return self._status("up")
 
     def cuMemcpyDtoHAsync_v2(self, host: Any, device: Any, count: Any, stream: Any) -> int:  # noqa: N802
-        self.launches.append(("down", host.value, device.value, count.value, stream.value))
+        self.launches.append(("down", host, device, count, stream.value))
         return self._status("down")
 
     def cuMemcpyDtoDAsync_v2(self, target: Any, source: Any, count: Any, stream: Any) -> int:  # noqa: N802
-        self.launches.append(("within", target.value, source.value, count.value, stream.value))
+        self.launches.append(("within", target, source, count, stream.value))
         return self._status("within")
+
+    def cuEventCreate(self, event: Any, flags: int) -> int:  # noqa: N802
+        self.launches.append(("event", flags))
+        if status := self._status("event"):
+            return status
+        event._obj.value = EVENT
+        self.events += 1
+        return 0
+
+    def cuEventRecord(self, event: Any, stream: Any) -> int:  # noqa: N802
+        self.launches.append(("record", event.value, stream.value))
+        return self._status("record")
+
+    def cuEventQuery(self, event: Any) -> int:  # noqa: N802
+        return self.event_status
+
+    def cuEventSynchronize(self, event: Any) -> int:  # noqa: N802
+        self.launches.append(("wait", event.value))
+        return self.event_status
+
+    def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> int:  # noqa: N802
+        self.launches.append(("follow", stream.value, event.value, flags))
+        return self._status("follow")
+
+    def cuEventElapsedTime(self, elapsed_ms: Any, start: Any, end: Any) -> int:  # noqa: N802
+        elapsed_ms._obj.value = 1.5
+        return self._status("elapsed")
+
+    def cuEventDestroy_v2(self, event: Any) -> int:  # noqa: N802
+        assert event.value == EVENT
+        self.events -= 1
+        return 0
 
     def cuGetErrorName(self, status: Any, name: Any) -> int:  # noqa: N802
         name._obj.value = b"CUDA_ERROR_INJECTED"
@@ -106,6 +144,47 @@ def test_copies_name_their_ends_and_the_stream() -> None:
     for copy in (driver.upload, driver.download, driver.copy):
         with pytest.raises(CudaError, match="failed: CUDA_ERROR_INJECTED"):
             copy(0x1000, 0x2000, 4)
+
+
+def test_every_function_is_told_what_it_takes() -> None:
+    """Undeclared, ctypes would cut an address to 32 bits."""
+    called = set(re.findall(r"library\.(cu\w+)", Path(driver_module.__file__).read_text("utf-8")))
+    library = declared(SimpleNamespace(**{name: SimpleNamespace() for name in called}))
+    assert all(function.argtypes for function in vars(library).values())
+
+
+def test_events_are_recorded_looked_at_and_given_back() -> None:
+    """B-10: on the driver's stream, timed only where that is wanted; one that is not done yet is no failure."""
+    library = FakeLibrary()
+    driver = _driver(library)
+    event = driver.create_event(timed=False)
+    driver.record(event)
+    library.event_status = NOT_READY
+    assert not driver.is_done(event)
+    library.event_status = 0
+    assert driver.is_done(event)
+    driver.wait(event)
+    driver.follow(event)
+    assert library.launches == [("event", 2), ("record", EVENT, 0x55), ("wait", EVENT), ("follow", 0x55, EVENT, 0)]
+    timed = driver.create_event(timed=True)
+    assert library.launches[-1] == ("event", 0)
+    assert driver.elapsed_s(timed, timed) == 0.0015
+    assert library.events == 2
+    del event, timed
+    assert library.events == 0
+
+
+def test_what_failed_on_the_card_shows_in_the_event() -> None:
+    """A kernel's fault comes to light where the host looks for its end."""
+    library = FakeLibrary("record", "follow", "elapsed")
+    driver = _driver(library)
+    event = driver.create_event(timed=True)
+    library.event_status = 700
+    for call in (driver.record, driver.is_done, driver.wait, driver.follow, lambda it: driver.elapsed_s(it, it)):
+        with pytest.raises(CudaError, match="failed: CUDA_ERROR_INJECTED"):
+            call(event)
+    with pytest.raises(CudaError, match="an event failed"):
+        _driver(FakeLibrary("event")).create_event(timed=False)
 
 
 def test_a_graph_lives_until_it_is_destroyed() -> None:

@@ -98,11 +98,11 @@ class FakeLibrary:
         return 0
 
     def cuMemcpyPeerAsync(self, *arguments: Any) -> int:  # noqa: N802
-        self.asked.append(("copy", *(argument.value for argument in arguments)))
+        self.asked.append(("copy", *(getattr(argument, "value", argument) for argument in arguments)))
         return self.statuses.get("copy", 0)
 
     def cuCtxEnablePeerAccess(self, context: Any, flags: Any) -> int:  # noqa: N802
-        self.asked.append(("allow", context.value, flags.value))
+        self.asked.append(("allow", context.value, flags))
         return self.statuses.get("allow", 0)
 
     def cuCtxDisablePeerAccess(self, context: Any) -> int:  # noqa: N802

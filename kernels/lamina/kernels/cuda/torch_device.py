@@ -271,22 +271,22 @@ class TorchDevice:
         self._warm_up_cublas()  # torch keeps a cuBLAS handle per thread, and one cannot be made inside a capture
 
     def create_event(self, *, timed: bool = False) -> Any:
-        return torch.cuda.Event(enable_timing=timed)
+        return self._driver.create_event(timed=timed)
 
     def elapsed_s(self, start: Any, end: Any) -> float:
-        return float(start.elapsed_time(end)) / 1e3
+        return self._driver.elapsed_s(start, end)
 
     def record_event(self, event: Any) -> None:
-        event.record(self._stream)
+        self._driver.record(event)
 
     def wait_event(self, event: Any) -> None:
-        event.synchronize()
+        self._driver.wait(event)
 
     def event_done(self, event: Any) -> bool:
-        return bool(event.query())
+        return self._driver.is_done(event)
 
     def follow(self, event: Any) -> None:
-        self._stream.wait_event(event)
+        self._driver.follow(event)
 
     def close(self) -> None:
         """Unload nothing: modules and cuBLAS belong to the process."""
