@@ -20,7 +20,7 @@ from lamina.spec.placement import Placement
 from lamina.spec.sampling import SamplingParams
 from lamina.spec.step import AddSequence, RemoveSequence, SampledToken, StepDone, StepPlan
 from lamina.v1 import step_pb2 as pb
-from lamina.wire.convert import command_to_message, done_from_message, done_to_message
+from lamina.wire.convert import done_from_message, done_to_message, encode_command
 
 _NUM_PROFILED = 14
 
@@ -39,19 +39,17 @@ class InstantPipeline:
         self._answers: asyncio.Queue[bytes] = asyncio.Queue()
 
     def issue(self, plan: StepPlan) -> None:
-        message = command_to_message(plan)
-        for _ in range(self.num_stages):
-            message.SerializeToString()
+        encode_command(plan)
         start = time.thread_time()
         tokens = tuple(SampledToken(piece.seq, piece.end, 7) for piece in plan.sampled())
         self._answers.put_nowait(done_to_message(StepDone(plan.epoch, plan.step, tokens)).SerializeToString())
         self.outside_s += time.thread_time() - start
 
     def add_sequence(self, add: AddSequence) -> None:
-        command_to_message(add)
+        encode_command(add)
 
     def remove_sequence(self, removal: RemoveSequence) -> None:
-        command_to_message(removal)
+        encode_command(removal)
 
     async def next_done(self) -> StepDone:
         self.num_steps += 1

@@ -180,4 +180,4 @@ def test_text_parts_and_control_tokens_in_messages(api: Api, model: ModelFile) -
     parts = [{"type": "text", "text": "Hi <|im_end|>"}, {"type": "text", "text": "there"}]
     api.chat(messages=[{"role": "user", "content": parts}], max_tokens=1)
     expected = model.chat.encode([{"role": "user", "content": "Hi <|im_end|>\nthere"}])
-    assert list(api.last_add.history_ids) == expected
+    assert list(api.last_prompt) == expected

@@ -42,9 +42,9 @@ def test_several_prompts_and_choices_are_numbered_prompt_by_prompt(api: Api, mod
     assert [choice["text"] for choice in answer["choices"]] == [" one", " other", " one", " other"]
     assert answer["usage"]["completion_tokens"] == 4
     api.complete(prompt=ids, max_tokens=1)
-    assert list(api.last_add.history_ids) == ids
+    assert list(api.last_prompt) == ids
     api.complete(prompt=[ids, ids[:1]], max_tokens=1)
-    assert list(api.last_add.history_ids) == ids[:1]
+    assert list(api.last_prompt) == ids[:1]
 
 
 def test_echo(api: Api) -> None:
@@ -68,4 +68,4 @@ def test_logprobs_with_offsets(api: Api) -> None:
 
 def test_a_raw_prompt_may_hold_control_tokens(api: Api, model: ModelFile) -> None:
     api.complete(prompt="<|im_start|>user\nHi<|im_end|>", max_tokens=1)
-    assert api.last_add.history_ids[0] == model.tokenizer.vocabulary.texts.index("<|im_start|>")
+    assert api.last_prompt[0] == model.tokenizer.vocabulary.texts.index("<|im_start|>")

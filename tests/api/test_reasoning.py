@@ -90,7 +90,7 @@ def test_effort_is_put_into_the_templates_own_words(model: ModelFile) -> None:
     with Api(thinking(model), text_script(model, "Yes.")) as api:
         for effort, opens in (("none", True), ("low", False)):
             api.chat(reasoning_effort=effort, temperature=0)
-            assert ("<think>" in model.tokenizer.decode(api.last_add.history_ids)) is opens
+            assert ("<think>" in model.tokenizer.decode(api.last_prompt)) is opens
     with Api(thinking(model, "{{ reasoning_effort }}"), text_script(model, "Yes.")) as api:
         api.chat(reasoning_effort="high", temperature=0)
-        assert model.tokenizer.decode(api.last_add.history_ids) == "high"
+        assert model.tokenizer.decode(api.last_prompt) == "high"

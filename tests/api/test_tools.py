@@ -73,12 +73,12 @@ def test_without_tools_a_call_is_text(api: Api) -> None:
 
 def test_a_template_without_tools_gets_them_in_a_system_message(api: Api, model: ModelFile) -> None:
     api.chat(messages=QUEST, tools=[WEATHER, CLOCK], max_tokens=1)
-    prompt = model.tokenizer.decode(api.last_add.history_ids)
+    prompt = model.tokenizer.decode(api.last_prompt)
     assert prompt.count("<|im_start|>system") == 1
     assert json.dumps(WEATHER) in prompt
     assert json.dumps(CLOCK) in prompt
     api.chat(messages=[{"role": "system", "content": "Be brief."}, *QUEST], tools=[CLOCK], max_tokens=1)
-    prompt = model.tokenizer.decode(api.last_add.history_ids)
+    prompt = model.tokenizer.decode(api.last_prompt)
     assert prompt.startswith("<|im_start|>system\nBe brief.\n\n")
     assert prompt.count("<|im_start|>system") == 1
 
@@ -91,7 +91,7 @@ def test_earlier_calls_and_their_results_are_in_the_prompt(api: Api, model: Mode
         {"role": "tool", "tool_call_id": "c1", "content": "snow"},
     ]
     api.chat(messages=messages, tools=[WEATHER], max_tokens=1)
-    prompt = model.tokenizer.decode(api.last_add.history_ids)
+    prompt = model.tokenizer.decode(api.last_prompt)
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>' in prompt
     assert "<tool_response>\nsnow\n</tool_response>" in prompt
 
@@ -110,7 +110,7 @@ def test_a_template_with_tools_prints_them_itself(model: ModelFile) -> None:
         assert api.service.model.tool_format is HERMES
         messages = [*QUEST, {"role": "assistant", "content": None, "tool_calls": [call]}]
         answer = api.chat(messages=messages, tools=[CLOCK, WEATHER], temperature=0).json()
-        prompt = tokenizer.decode(api.last_add.history_ids)
+        prompt = tokenizer.decode(api.last_prompt)
     assert (
         prompt == f'[{json.dumps(CLOCK)}][{json.dumps(WEATHER)}]user:Weather?;assistant:<tool_call>{{"city": "Oslo"}};'
     )

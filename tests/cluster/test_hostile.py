@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -84,12 +85,15 @@ async def goes_on(talk: Talk, cluster: Cluster, says: Says) -> None:
     assert len(await cluster.stages("a")) == 2
 
 
+def sent(**command: Any) -> pb.StepsRequest:
+    """One command as it is sent."""
+    return pb.StepsRequest(commands=[pb.StepCommand(**command)])
+
+
 def random_messages(rng: random.Random) -> list[bytes]:
     """Bytes of many kinds: none, noise, truncated and mutated messages, huge lengths and numbers."""
     steps = pb.StepsRequest(open=pb.StepsOpen(placement="p", epoch=1, stage=0)).SerializeToString()
-    plan = pb.StepsRequest(
-        plan=pb.StepPlan(epoch=1, seq=[1], pos=[2**32 - 1], num_tokens=[2**32 - 1])
-    ).SerializeToString()
+    plan = sent(plan=pb.StepPlan(epoch=1, seq=[1], pos=[2**32 - 1], num_tokens=[2**32 - 1])).SerializeToString()
     load = wpb.LoadStageRequest(
         placement="p", epoch=2**64 - 1, num_layers=2**32 - 1, stage=2**32 - 1
     ).SerializeToString()
@@ -131,7 +135,8 @@ def opened(kind: str, **changes: object) -> pb.StepsRequest | pb.FramesRequest:
 FIRST_MESSAGES = [
     ("Steps", [], "InvalidPlan"),
     ("Steps", [pb.StepsRequest()], "InvalidPlan"),
-    ("Steps", [pb.StepsRequest(remove_sequence=pb.RemoveSequence(seq=1))], "InvalidPlan"),
+    ("Steps", [sent(remove_sequence=pb.RemoveSequence(seq=1))], "InvalidPlan"),
+    ("Steps", [pb.StepsRequest(open=opened("Steps").open, commands=[pb.StepCommand()])], "InvalidPlan"),
     ("Steps", [opened("Steps", placement="x")], "InvalidRequest"),
     ("Steps", [opened("Steps", epoch=2)], "StaleEpoch"),
     ("Steps", [opened("Steps", epoch=2**64 - 1)], "StaleEpoch"),
@@ -187,14 +192,15 @@ def test_well_formed_messages_out_of_order(model: TinyModel, whole_model_says: S
     ("command", "error"),
     [
         (pb.StepsRequest(), "InvalidPlan"),
+        (sent(), "InvalidPlan"),
         (opened("Steps"), "InvalidPlan"),
-        (pb.StepsRequest(plan=pb.StepPlan(epoch=1, step=0)), "InvalidPlan"),
-        (pb.StepsRequest(plan=pb.StepPlan(epoch=2, step=0, seq=[1], pos=[0], num_tokens=[1])), "InvalidPlan"),
-        (pb.StepsRequest(sample_token=pb.SampleToken(epoch=7)), "StaleEpoch"),
-        (pb.StepsRequest(sample_token=pb.SampleToken(epoch=1, token=2**32 - 1)), "InvalidPlan"),
-        (pb.StepsRequest(add_sequence=pb.AddSequence(seq=1)), "InvalidRequest"),
+        (sent(plan=pb.StepPlan(epoch=1, step=0)), "InvalidPlan"),
+        (sent(plan=pb.StepPlan(epoch=2, step=0, seq=[1], pos=[0], num_tokens=[1])), "InvalidPlan"),
+        (sent(sample_token=pb.SampleToken(epoch=7)), "StaleEpoch"),
+        (sent(sample_token=pb.SampleToken(epoch=1, token=2**32 - 1)), "InvalidPlan"),
+        (sent(add_sequence=pb.AddSequence(seq=1)), "InvalidRequest"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_the_controller_itself_sends_nonsense(model: TinyModel, command: pb.StepsRequest, error: str) -> None:
     """It hears why, its stream ends, and the stage is an orphan that the next coordinator adopts."""
@@ -203,7 +209,7 @@ def test_the_controller_itself_sends_nonsense(model: TinyModel, command: pb.Step
         async with running_worker("a") as a, Cluster.over(model, a) as cluster:
             pipeline = await cluster.deploy()
             call = pipeline._calls[0]
-            pipeline._outgoing[0].put_nowait(command)
+            pipeline._outboxes[0].put(command.SerializeToString())
             with pytest.raises(Exception, match=r"a \(layers 0-3\): ") as caught:
                 await next_done(pipeline)
             assert type(caught.value).__name__ == error

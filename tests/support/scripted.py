@@ -18,9 +18,10 @@ from lamina.coordinator.api.service import InferenceService
 from lamina.coordinator.api.settings import OPEN, ApiSettings
 from lamina.coordinator.api.state import Ready
 from lamina.coordinator.cluster.pipeline import Pipeline
-from lamina.coordinator.engine.engine import Engine
+from lamina.coordinator.engine.engine import Engine, TokenStream
 from lamina.coordinator.engine.policy import SchedulerConfig
 from lamina.coordinator.engine.scheduler import Scheduler
+from lamina.coordinator.engine.sequence import SequenceRequest
 from lamina.coordinator.model_file import ModelFile
 from lamina.coordinator.telemetry.metrics import Metrics
 from lamina.rpc_worker.grammar import GrammarCompiler
@@ -100,6 +101,18 @@ class ScriptedPipeline:
         """Nothing to close."""
 
 
+class RecordingEngine(Engine):
+    """Keeps every request that was submitted."""
+
+    def __init__(self, scheduler: Scheduler, pipeline: Pipeline) -> None:
+        super().__init__(scheduler, pipeline)
+        self.requests: list[SequenceRequest] = []
+
+    def submit(self, request: SequenceRequest) -> TokenStream:
+        self.requests.append(request)
+        return super().submit(request)
+
+
 class Api:
     """The app over a scripted engine, called from synchronous tests. Use as a context manager."""
 
@@ -118,7 +131,7 @@ class Api:
 
     async def _build(self, script: Script, config: SchedulerConfig, settings: ApiSettings, random_logits: bool) -> None:
         self.pipeline = ScriptedPipeline(self.model, script, random_logits)
-        self.engine = Engine(Scheduler(config, Epoch(0)), cast(Pipeline, self.pipeline))
+        self.engine = RecordingEngine(Scheduler(config, Epoch(0)), cast(Pipeline, self.pipeline))
         self.engine.start()
         context = config.max_context
         served = ServedModel("scripted", self.model.tokenizer, self.model.chat, context, 2 * context, created_s=1)
@@ -160,6 +173,11 @@ class Api:
     def complete(self, **body: object) -> httpx.Response:
         """A text completion of a short prompt."""
         return self.post("/v1/completions", {"prompt": "Hi", **body})
+
+    @property
+    def last_prompt(self) -> tuple[int, ...]:
+        """The prompt of the newest sequence."""
+        return self.engine.requests[-1].prompt_ids
 
     @property
     def last_add(self) -> AddSequence:

@@ -7,7 +7,7 @@ from lamina.coordinator.engine.block_pool import Block, BlockState
 from lamina.coordinator.engine.policy import SchedulerConfig
 from lamina.coordinator.engine.scheduler import Issue, Scheduler
 from lamina.coordinator.engine.sequence import RequestId, RequestRecord, Sequence, SequenceRequest, TokenEvent
-from lamina.spec.ids import Epoch
+from lamina.spec.ids import Epoch, SeqId
 from lamina.spec.sampling import SamplingParams
 from lamina.spec.step import FinishReason
 from support.sim_pipeline import SimPipeline, generate
@@ -64,8 +64,13 @@ class SimEngine:
             self.pipeline.remove(removal)
         if issue is not None:
             self.issues.append(issue)
-            self.pipeline.issue(issue)
+            self.pipeline.issue(issue, {add.seq: self._history_of(add.seq) for add in issue.adds})
         return issue
+
+    def _history_of(self, seq: SeqId) -> tuple[int, ...]:
+        """The tokens so far of a sequence that was issued just now."""
+        request_id = self.scheduler._by_seq[seq].record.request_id
+        return (*self.requests[request_id].prompt_ids, *self.outputs[request_id])
 
     def issue_all(self) -> list[Issue]:
         """Every step that may be issued now."""

@@ -7,6 +7,7 @@ order.
 
 import zlib
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lamina.coordinator.engine.policy import SchedulerConfig
@@ -50,6 +51,7 @@ class _LastStageSequence:
     """What the sampler knows."""
 
     add: AddSequence
+    history: tuple[int, ...]  # tokens when it was added
     tokens: list[int]
     num_generated: int
     ended: bool = False
@@ -92,8 +94,11 @@ class SimPipeline:
 
     # -- the coordinator's side
 
-    def issue(self, issue: Issue) -> None:
-        """Take what `schedule` returned, with every rule of the contract checked."""
+    def issue(self, issue: Issue, histories: Mapping[SeqId, tuple[int, ...]]) -> None:
+        """Take what `schedule` returned, with every rule of the contract checked.
+
+        `histories` are the tokens so far of the sequences that it adds.
+        """
         plan = issue.plan
         assert plan.epoch == self.epoch
         assert plan.step == len(self.plans), "steps ascend from 0"
@@ -104,8 +109,11 @@ class SimPipeline:
         for add in issue.adds:
             assert add.seq not in self._truth, "a SeqId is never reused"
             assert add.num_generated < add.max_tokens
-            self._sampler[add.seq] = _LastStageSequence(add, list(add.history_ids), add.num_generated)
-            self._truth[add.seq] = list(add.history_ids)
+            history = histories[add.seq]
+            assert add.history_ids == history[add.num_omitted :]
+            assert add.num_omitted <= len(history)
+            self._sampler[add.seq] = _LastStageSequence(add, history, list(history), add.num_generated)
+            self._truth[add.seq] = list(history)
             self._issued_tables[add.seq] = []
             assert add.seq in {piece.seq for piece in plan.slices}
         for piece in plan.slices:
@@ -117,7 +125,7 @@ class SimPipeline:
                 assert (source.seq, source.end, source.want_logits) == (piece.seq, piece.pos, True)
                 assert piece.input.step >= self.num_answered, "a token that is known travels with the plan"
             else:
-                history = self._sampler[piece.seq].add.history_ids
+                history = self._sampler[piece.seq].history
                 known = history[piece.pos : piece.end]
                 assert piece.want_logits == (piece.end >= len(history))
                 assert not known or piece.input.ids == known

@@ -29,6 +29,15 @@ class SamplingParams:
     seed: int = 0
     num_logprobs: int = -1  # -1 = none, 0 = of the chosen token only, n = and of the n most likely
 
+    def num_looked_back(self, num_tokens: int, num_generated: int) -> int:
+        """How many of a sequence's last tokens its penalties look at; `num_generated` of them are output."""
+        looked = 0
+        if self.repetition_penalty != 1.0:
+            looked = num_tokens
+        elif self.presence_penalty or self.frequency_penalty:
+            looked = num_generated
+        return looked if self.penalty_window < 0 else min(looked, self.penalty_window)
+
     def __post_init__(self) -> None:
         # Every limit is a float32, so what is within here still is once it has been rounded for the wire.
         checks = (

@@ -5,7 +5,8 @@ plans never change; a sequence appears at most once in a step; blocks are releas
 names them is done; a `SeqId` is never reused.
 """
 
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -16,6 +17,7 @@ from lamina.spec.ids import BlockId, Epoch, SeqId, StepId
 from lamina.spec.sampling import SamplingParams
 
 BLOCK_TOKENS = 16  # tokens per KV block on every stage
+TOKEN_BYTES = 4  # of a packed token id
 MAX_RUN_AHEAD = 64  # steps that may be issued and not done; bounds what a stage holds back
 
 
@@ -30,10 +32,40 @@ def from_tuple(kind: type[Part]) -> Callable[[tuple[object, ...]], Part]:
     return cast("Callable[[tuple[object, ...]], Part]", partial(tuple.__new__, kind))
 
 
-class Tokens(NamedTuple):
-    """Input known when the step is planned."""
+class Tokens(tuple[bytes]):
+    """Input known when the step is planned: token ids, packed as they travel (uint32, little-endian).
 
-    ids: tuple[int, ...]
+    A prompt of thousands goes from the scheduler to the device without becoming that many Python integers again.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, ids: Iterable[int]) -> "Tokens":
+        """Of ids in [0, 2**32); what is packed already is made by `from_tuple`."""
+        return tuple.__new__(cls, (pack_ids(ids),))
+
+    def __repr__(self) -> str:
+        return f"Tokens({self.ids})"
+
+    @property
+    def packed(self) -> bytes:
+        """TOKEN_BYTES for every id."""
+        return self[0]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The ids as integers."""
+        return unpack_ids(self[0])
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Token ids as they travel: uint32, little-endian. Raises OverflowError for one that is none."""
+    return array("I", ids).tobytes()
+
+
+def unpack_ids(packed: bytes) -> tuple[int, ...]:
+    """The ids behind `pack_ids`; raises ValueError if the length is no multiple of TOKEN_BYTES."""
+    return tuple(array("I", packed))
 
 
 class FromSample(NamedTuple):
@@ -100,8 +132,8 @@ class StepPlan:
                     raise InvalidPlan(f"sequence {seq}: a sampled input is one token, not {num_tokens}")
                 if not oldest <= source.step < self.step or source.row < 0:
                     raise InvalidPlan(f"step {self.step}: sequence {seq} refers to step {source.step}")
-            elif len(source.ids) != num_tokens:
-                raise InvalidPlan(f"sequence {seq}: {len(source.ids)} ids for {num_tokens} tokens")
+            elif len(source.packed) != num_tokens * TOKEN_BYTES:
+                raise InvalidPlan(f"sequence {seq}: {len(source.packed) // TOKEN_BYTES} ids for {num_tokens} tokens")
         if self.num_scored:
             self._check_scored()
 
@@ -173,8 +205,9 @@ class StepDone:
 class AddSequence:
     """What the last stage must know of a sequence before its first step.
 
-    `history_ids` is the prompt (prefix-cached part included) and, after a re-plan or preemption, the `num_generated`
-    tokens made already. `max_tokens` counts all output. `grammar` is an llguidance grammar, empty for none.
+    Its tokens so far are the prompt (prefix-cached part included) and, after a re-plan or preemption, the
+    `num_generated` made already. `history_ids` are the last of them, those that anything looks back at; `num_omitted`
+    others come before. `max_tokens` counts all output. `grammar` is an llguidance grammar, empty for none.
     """
 
     seq: SeqId
@@ -185,6 +218,12 @@ class AddSequence:
     num_generated: int = 0
     choice: int = 0
     grammar: str = ""
+    num_omitted: int = 0
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens before the first that is generated."""
+        return self.num_omitted + len(self.history_ids) - self.num_generated
 
 
 @dataclass(frozen=True, slots=True)

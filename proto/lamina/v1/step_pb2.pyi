@@ -70,7 +70,10 @@ Global___FrameDtype: _TypeAlias = FrameDtype  # noqa: Y015
 
 @_typing.final
 class StepPlan(_message.Message):
-    """One micro-batch, the same message to every stage. Immutable once issued; steps of an epoch run in ascending order."""
+    """Token ids by the thousand are bytes, uint32 little-endian: neither side makes Python integers of a prompt.
+
+    One micro-batch, the same message to every stage. Immutable once issued; steps of an epoch run in ascending order.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -89,6 +92,11 @@ class StepPlan(_message.Message):
     NUM_SCORED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step: _builtins.int
+    token_ids: _builtins.bytes
+    """Input: token ids, concatenated over the slices whose from_step is 0; else the token that step from_step - 1 samples
+    at its slice from_row (num_tokens is 1 then).
+    uint32 each, little-endian
+    """
     @_builtins.property
     def seq(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Columns, one entry per slice."""
@@ -102,12 +110,6 @@ class StepPlan(_message.Message):
     @_builtins.property
     def want_logits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
         """sample after the slice's last token"""
-
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Input: token ids, concatenated over the slices whose from_step is 0; else the token that step from_step - 1 samples
-        at its slice from_row (num_tokens is 1 then).
-        """
 
     @_builtins.property
     def from_step(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -142,7 +144,7 @@ class StepPlan(_message.Message):
         pos: _abc.Iterable[_builtins.int] | None = ...,
         num_tokens: _abc.Iterable[_builtins.int] | None = ...,
         want_logits: _abc.Iterable[_builtins.bool] | None = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _builtins.bytes = ...,
         from_step: _abc.Iterable[_builtins.int] | None = ...,
         from_row: _abc.Iterable[_builtins.int] | None = ...,
         num_new_blocks: _abc.Iterable[_builtins.int] | None = ...,
@@ -250,21 +252,23 @@ class AddSequence(_message.Message):
     STOP_IDS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    NUM_OMITTED_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
+    history_ids: _builtins.bytes
+    """The last of its tokens so far (prompt and, after a re-plan, what was generated already), as many as its penalties
+    or grammar look back at: uint32 each, little-endian. num_omitted tokens come before them.
+    """
     num_generated: _builtins.int
-    """how many of history_ids are output: the first random number's position"""
+    """how many of its tokens are output: the first random number's position"""
     choice: _builtins.int
     """which of n choices"""
     max_tokens: _builtins.int
     """in all, those already generated included"""
     grammar: _builtins.str
     """llguidance grammar, empty = none"""
+    num_omitted: _builtins.int
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
-    @_builtins.property
-    def history_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """prompt and, after a re-plan, what was generated already"""
-
     @_builtins.property
     def stop_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -272,16 +276,17 @@ class AddSequence(_message.Message):
         *,
         seq: _builtins.int = ...,
         sampling: Global___Sampling | None = ...,
-        history_ids: _abc.Iterable[_builtins.int] | None = ...,
+        history_ids: _builtins.bytes = ...,
         num_generated: _builtins.int = ...,
         choice: _builtins.int = ...,
         stop_ids: _abc.Iterable[_builtins.int] | None = ...,
         max_tokens: _builtins.int = ...,
         grammar: _builtins.str = ...,
+        num_omitted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "history_ids", b"history_ids", "max_tokens", b"max_tokens", "num_generated", b"num_generated", "sampling", b"sampling", "seq", b"seq", "stop_ids", b"stop_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "history_ids", b"history_ids", "max_tokens", b"max_tokens", "num_generated", b"num_generated", "num_omitted", b"num_omitted", "sampling", b"sampling", "seq", b"seq", "stop_ids", b"stop_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -465,18 +470,13 @@ class StepsOpen(_message.Message):
 Global___StepsOpen: _TypeAlias = StepsOpen  # noqa: Y015
 
 @_typing.final
-class StepsRequest(_message.Message):
+class StepCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    OPEN_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     ADD_SEQUENCE_FIELD_NUMBER: _builtins.int
     REMOVE_SEQUENCE_FIELD_NUMBER: _builtins.int
     SAMPLE_TOKEN_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def open(self) -> Global___StepsOpen:
-        """first, once"""
-
     @_builtins.property
     def plan(self) -> Global___StepPlan: ...
     @_builtins.property
@@ -488,19 +488,46 @@ class StepsRequest(_message.Message):
     def __init__(
         self,
         *,
-        open: Global___StepsOpen | None = ...,
         plan: Global___StepPlan | None = ...,
         add_sequence: Global___AddSequence | None = ...,
         remove_sequence: Global___RemoveSequence | None = ...,
         sample_token: Global___SampleToken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["add_sequence", b"add_sequence", "body", b"body", "open", b"open", "plan", b"plan", "remove_sequence", b"remove_sequence", "sample_token", b"sample_token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["add_sequence", b"add_sequence", "body", b"body", "plan", b"plan", "remove_sequence", b"remove_sequence", "sample_token", b"sample_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_sequence", b"add_sequence", "body", b"body", "open", b"open", "plan", b"plan", "remove_sequence", b"remove_sequence", "sample_token", b"sample_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_sequence", b"add_sequence", "body", b"body", "plan", b"plan", "remove_sequence", b"remove_sequence", "sample_token", b"sample_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["open", "plan", "add_sequence", "remove_sequence", "sample_token"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["plan", "add_sequence", "remove_sequence", "sample_token"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
+
+Global___StepCommand: _TypeAlias = StepCommand  # noqa: Y015
+
+@_typing.final
+class StepsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPEN_FIELD_NUMBER: _builtins.int
+    COMMANDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def open(self) -> Global___StepsOpen:
+        """first, once, alone"""
+
+    @_builtins.property
+    def commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepCommand]:
+        """in order; whatever waits to be sent travels together"""
+
+    def __init__(
+        self,
+        *,
+        open: Global___StepsOpen | None = ...,
+        commands: _abc.Iterable[Global___StepCommand] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["open", b"open"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commands", b"commands", "open", b"open"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepsRequest: _TypeAlias = StepsRequest  # noqa: Y015
 

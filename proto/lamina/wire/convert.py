@@ -9,6 +9,7 @@ from lamina.spec.errors import InvalidPlan
 from lamina.spec.ids import BlockId, Epoch, SeqId, StepId
 from lamina.spec.sampling import SamplingParams
 from lamina.spec.step import (
+    TOKEN_BYTES,
     AddSequence,
     BlockCopy,
     FinishReason,
@@ -17,12 +18,13 @@ from lamina.spec.step import (
     SampledToken,
     SampleToken,
     SeqSlice,
-    SliceInput,
     StepCommand,
     StepDone,
     StepPlan,
     Tokens,
     from_tuple,
+    pack_ids,
+    unpack_ids,
 )
 from lamina.v1 import step_pb2 as pb
 
@@ -40,7 +42,7 @@ def plan_to_message(plan: StepPlan) -> pb.StepPlan:
     """The plan as columns."""
     # Columns are made as lists and handed over whole: appending to a repeated field costs a call into protobuf each.
     seqs, positions, counts, inputs, blocks_by_group, wanted = zip(*plan.slices, strict=True)
-    token_ids: list[int] = []
+    token_ids: list[bytes] = []
     from_step: list[int] = []
     from_row: list[int] = []
     num_new_blocks: list[int] = []
@@ -50,7 +52,7 @@ def plan_to_message(plan: StepPlan) -> pb.StepPlan:
             from_step.append(source.step + 1)
             from_row.append(source.row)
         else:
-            token_ids += source.ids
+            token_ids.append(source.packed)
             from_step.append(0)
             from_row.append(0)
     for blocks in chain.from_iterable(blocks_by_group):
@@ -63,7 +65,7 @@ def plan_to_message(plan: StepPlan) -> pb.StepPlan:
         pos=positions,
         num_tokens=counts,
         want_logits=wanted,
-        token_ids=token_ids,
+        token_ids=b"".join(token_ids),
         from_step=from_step,
         from_row=from_row,
         num_new_blocks=num_new_blocks,
@@ -79,7 +81,7 @@ def plan_from_message(message: pb.StepPlan, num_groups: int) -> StepPlan:
     seqs = cast(list[SeqId], list(message.seq))
     positions, counts, wanted = list(message.pos), list(message.num_tokens), list(message.want_logits)
     from_step, from_row = list(message.from_step), list(message.from_row)
-    ids, block_counts = list(message.token_ids), list(message.num_new_blocks)
+    ids, block_counts = message.token_ids, list(message.num_new_blocks)
     blocks = cast(list[BlockId], list(message.new_blocks))
     where = f"plan of step {message.step}"
     if len(message.block_copies) % 3:
@@ -88,8 +90,9 @@ def plan_from_message(message: pb.StepPlan, num_groups: int) -> StepPlan:
     if any(len(column) != len(seqs) for column in columns) or len(block_counts) != len(seqs) * num_groups:
         raise InvalidPlan(f"{where}: columns of unequal length")
     num_given = sum(count for count, step in zip(counts, from_step, strict=True) if step == 0)
-    if len(ids) != num_given or len(blocks) != sum(block_counts):
-        raise InvalidPlan(f"{where}: {len(ids)} token ids and {len(blocks)} blocks do not match the slices")
+    if len(ids) != num_given * TOKEN_BYTES or len(blocks) != sum(block_counts):
+        num_ids = len(ids) / TOKEN_BYTES
+        raise InvalidPlan(f"{where}: {num_ids:g} token ids and {len(blocks)} blocks do not match the slices")
     inputs = _inputs(counts, ids, from_step, from_row)
     new_blocks = _new_blocks(block_counts, blocks, len(seqs), num_groups)
     slices = tuple(map(from_tuple(SeqSlice), zip(seqs, positions, counts, inputs, new_blocks, wanted, strict=True)))
@@ -100,16 +103,18 @@ def plan_from_message(message: pb.StepPlan, num_groups: int) -> StepPlan:
     return StepPlan(Epoch(message.epoch), StepId(message.step), slices, block_copies, tuple(message.num_scored))
 
 
-def _inputs(counts: list[int], ids: list[int], from_step: list[int], from_row: list[int]) -> list[SliceInput]:
+def _inputs(counts: list[int], ids: bytes, from_step: list[int], from_row: list[int]) -> list[Tokens | FromSample]:
     """Of every slice: the next `count` of the ids, or the sample that it names."""
-    inputs: list[SliceInput] = []
-    next_id = 0
+    inputs: list[Tokens | FromSample] = []
+    new_tokens, new_sample = from_tuple(Tokens), from_tuple(FromSample)
+    start = 0
     for count, step, row in zip(counts, from_step, from_row, strict=True):
         if step:
-            inputs.append(FromSample(StepId(step - 1), row))
+            inputs.append(new_sample((step - 1, row)))
         else:
-            inputs.append(Tokens(tuple(ids[next_id : next_id + count])))
-            next_id += count
+            end = start + count * TOKEN_BYTES
+            inputs.append(new_tokens((ids[start:end],)))
+            start = end
     return inputs
 
 
@@ -230,54 +235,69 @@ def sampling_from_message(message: pb.Sampling) -> SamplingParams:
     )
 
 
-def command_to_message(command: StepCommand) -> pb.StepsRequest:
-    """One message of the coordinator's Steps stream."""
+def command_to_message(command: StepCommand) -> pb.StepCommand:
+    """One command of the coordinator's Steps stream."""
     match command:
         case StepPlan():
-            return pb.StepsRequest(plan=plan_to_message(command))
+            return pb.StepCommand(plan=plan_to_message(command))
         case AddSequence():
-            return pb.StepsRequest(
-                add_sequence=pb.AddSequence(
-                    seq=command.seq,
-                    sampling=sampling_to_message(command.sampling),
-                    history_ids=command.history_ids,
-                    num_generated=command.num_generated,
-                    choice=command.choice,
-                    stop_ids=sorted(command.stop_ids),
-                    max_tokens=command.max_tokens,
-                    grammar=command.grammar,
-                )
-            )
+            return pb.StepCommand(add_sequence=_addition_to_message(command))
         case RemoveSequence(seq):
-            return pb.StepsRequest(remove_sequence=pb.RemoveSequence(seq=seq))
+            return pb.StepCommand(remove_sequence=pb.RemoveSequence(seq=seq))
         case SampleToken(epoch, seq, pos, token):
-            return pb.StepsRequest(sample_token=pb.SampleToken(epoch=epoch, seq=seq, pos=pos, token=token))
+            return pb.StepCommand(sample_token=pb.SampleToken(epoch=epoch, seq=seq, pos=pos, token=token))
 
 
-def command_from_message(message: pb.StepsRequest, num_groups: int) -> StepCommand:
-    """One command; raises InvalidPlan or InvalidRequest if it is malformed (an `open` is no command)."""
+def encode_command(command: StepCommand) -> bytes:
+    """A StepsRequest with this one command, serialised. Several, joined in order, are one StepsRequest of them all."""
+    return pb.StepsRequest(commands=(command_to_message(command),)).SerializeToString()
+
+
+def command_from_message(message: pb.StepCommand, num_groups: int) -> StepCommand:
+    """One command; raises InvalidPlan or InvalidRequest if it is malformed."""
     match message.WhichOneof("body"):
         case "plan":
             return plan_from_message(message.plan, num_groups)
         case "add_sequence":
-            add = message.add_sequence
-            if add.num_generated > len(add.history_ids):
-                generated, held = add.num_generated, len(add.history_ids)
-                raise InvalidPlan(f"sequence {add.seq}: {generated} generated tokens in a history of {held}")
-            return AddSequence(
-                seq=SeqId(add.seq),
-                sampling=sampling_from_message(add.sampling),
-                history_ids=tuple(add.history_ids),
-                stop_ids=frozenset(add.stop_ids),
-                max_tokens=add.max_tokens,
-                num_generated=add.num_generated,
-                choice=add.choice,
-                grammar=add.grammar,
-            )
+            return _addition_from_message(message.add_sequence)
         case "remove_sequence":
             return RemoveSequence(SeqId(message.remove_sequence.seq))
         case "sample_token":
             sample = message.sample_token
             return SampleToken(Epoch(sample.epoch), SeqId(sample.seq), sample.pos, sample.token)
-        case other:
-            raise InvalidPlan(f"message {other!r} is out of order on a Steps stream")
+        case _:
+            raise InvalidPlan("an empty command on a Steps stream")
+
+
+def _addition_to_message(add: AddSequence) -> pb.AddSequence:
+    return pb.AddSequence(
+        seq=add.seq,
+        sampling=sampling_to_message(add.sampling),
+        history_ids=pack_ids(add.history_ids),
+        num_generated=add.num_generated,
+        choice=add.choice,
+        stop_ids=sorted(add.stop_ids),
+        max_tokens=add.max_tokens,
+        grammar=add.grammar,
+        num_omitted=add.num_omitted,
+    )
+
+
+def _addition_from_message(message: pb.AddSequence) -> AddSequence:
+    num_ids, rest = divmod(len(message.history_ids), TOKEN_BYTES)
+    if rest:
+        raise InvalidPlan(f"sequence {message.seq}: a history of {len(message.history_ids)} bytes is no list of ids")
+    if message.num_generated > message.num_omitted + num_ids:
+        held = f"{num_ids} after {message.num_omitted} omitted ones"
+        raise InvalidPlan(f"sequence {message.seq}: {message.num_generated} generated tokens in a history of {held}")
+    return AddSequence(
+        seq=SeqId(message.seq),
+        sampling=sampling_from_message(message.sampling),
+        history_ids=unpack_ids(message.history_ids),
+        stop_ids=frozenset(message.stop_ids),
+        max_tokens=message.max_tokens,
+        num_generated=message.num_generated,
+        choice=message.choice,
+        grammar=message.grammar,
+        num_omitted=message.num_omitted,
+    )

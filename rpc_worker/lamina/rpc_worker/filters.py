@@ -24,11 +24,12 @@ def apply_penalties(logits: Logits, history: Sequence[int], num_generated: int, 
     """In place. Repetition (Keskar et al. 2019) over prompt and output, presence and frequency (OpenAI) over output.
 
     `penalty_window` >= 0 limits both to the last tokens. A logit is divided by the repetition penalty if positive,
-    multiplied otherwise; then lowered by frequency * count + presence.
+    multiplied otherwise; then lowered by frequency * count + presence. `history` may lack first tokens that are not
+    looked at (`SamplingParams.num_looked_back`).
     """
     if not has_penalties(params):
         return
-    generated = history[len(history) - num_generated :] if num_generated else []
+    generated = history[max(0, len(history) - num_generated) :] if num_generated else []
     window = params.penalty_window
     if window >= 0:
         history, generated = history[-window:] if window else [], generated[-window:] if window else []

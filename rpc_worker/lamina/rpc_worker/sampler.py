@@ -30,7 +30,7 @@ _NUMBERS_AT_ONCE = 64  # making a generator costs as much as these
 @dataclass
 class _SequenceState:
     add: AddSequence
-    history: list[int]
+    history: list[int]  # the last of its tokens; `add.num_omitted` others come before
     num_generated: int
     ended: bool = False
     matcher: GrammarMatcher | None = None
@@ -48,7 +48,7 @@ class _SequenceState:
         lowest, highest = _TEMPERATURES
         temperature = 0.0 if self.is_greedy else min(max(p.temperature, lowest), highest)
         self.device_row = (temperature, float(p.top_k), p.top_p, p.min_p, p.top_n_sigma)
-        self._num_prompt = len(self.add.history_ids) - self.add.num_generated
+        self._num_prompt = self.add.num_prompt
 
     def uniform_at(self, pos: int) -> float:
         """The random number of the token at this position of the sequence."""
@@ -153,10 +153,13 @@ class Sampler:
         if chosen is None:
             chosen = best_tokens(values)
         raw_rows = dict(zip(fetched, values, strict=True))
-        picks = self._pick(rows, {row: raw for row, raw in raw_rows.items() if chosen[row] >= 0})
+        best = chosen.tolist()
+        picks: dict[int, int | str] = {}
+        if raw_rows:
+            picks = self._pick(rows, {row: raw for row, raw in raw_rows.items() if best[row] >= 0})
         sampled = []
         for i, (seq, pos) in enumerate(rows):
-            state, pick = self._sequences.get(seq), picks.get(i, int(chosen[i]))
+            state, pick = self._sequences.get(seq), picks.get(i, best[i])
             if state is None:
                 cause = f"InvalidPlan: sequence {seq} was not added before its first step"
                 sampled.append(SampledToken(seq, pos, 0, finish=FinishReason.ERROR, error=cause))
@@ -217,7 +220,7 @@ class Sampler:
         scores: list[float] = []
         for seq, positions in wanted:
             state = self._sequences.get(seq)
-            if state is None or positions.stop > len(state.history):
+            if state is None or state.add.num_omitted or positions.stop > len(state.history):
                 where = f"{positions.start}-{positions.stop - 1}"
                 raise InvalidPlan(f"sequence {seq}: its history has no tokens at {where} to be scored")
             scores += [filters.logprob(logits[len(scores) + i], state.history[pos]) for i, pos in enumerate(positions)]
@@ -240,7 +243,7 @@ class Sampler:
 
     def _compile_grammar(self, state: _SequenceState) -> None:
         """A grammar that fails ends its own sequence, at its first token."""
-        generated = state.history[len(state.history) - state.num_generated :]
+        generated = state.history[max(0, len(state.history) - state.num_generated) :]
         try:
             if self._grammars is None:
                 raise InvalidRequest("this stage cannot follow grammars")

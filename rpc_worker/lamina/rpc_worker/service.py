@@ -148,8 +148,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def _opened_stage(self, requests: AsyncIterator[pb.StepsRequest]) -> StageRuntime:
         opening = await anext(requests, None)
-        if opening is None or opening.WhichOneof("body") != "open":
-            raise InvalidPlan("a Steps stream begins with `open`")
+        if opening is None or not opening.HasField("open") or opening.commands:
+            raise InvalidPlan("a Steps stream begins with `open`, alone")
         runtime = self._registry.get(opening.open.placement, opening.open.epoch, opening.open.stage)
         if opening.open.settings_digest != runtime.settings.digest():
             raise InvalidRequest("the coordinator's stage settings differ from those this stage was loaded with")
@@ -192,7 +192,10 @@ async def _read_commands(runtime: StageRuntime, requests: AsyncIterator[pb.Steps
     num_groups = len(runtime.spec.cache_groups)
     try:
         async for message in requests:
-            runtime.handle_command(command_from_message(message, num_groups))
+            if message.HasField("open") or not message.commands:
+                raise InvalidPlan("a message without commands is out of order on a Steps stream")
+            for command in message.commands:
+                runtime.handle_command(command_from_message(command, num_groups))
     except LaminaError as error:
         runtime.fail(error)
     except Exception as error:

@@ -10,6 +10,7 @@ Any thread may bring something, the compute thread takes steps out: every method
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from struct import Struct
 from threading import Lock
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from lamina.wire.frames import Frame, check_frame, check_frame_size, decode_fram
 
 Edit = AddSequence | RemoveSequence
 OnDevice = Mapping[tuple[SeqId, int], int]
+_pack = Struct("=i").pack  # a token beside those that came packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,7 @@ class StepQueue:
         return ReadyStep(plan, tokens, received)
 
     def _input_tokens(self, plan: StepPlan, on_device: OnDevice) -> NDArray[np.int32] | None:
-        ids: list[int] = []
+        parts: list[bytes] = []
         used: list[tuple[SeqId, int]] = []
         fed: list[tuple[SeqId, int]] = []
         tokens = self._tokens
@@ -185,24 +187,24 @@ class StepQueue:
             if sampled is not None:
                 used.append(key)
             if isinstance(source, Tokens):
-                ids.extend(source.ids)
+                parts.append(source.packed)
             elif sampled is not None:
-                ids.append(sampled)
+                parts.append(_pack(sampled))
             elif key in on_device:
                 fed.append(key)
-                ids.append(-1 - on_device[key])
+                parts.append(_pack(-1 - on_device[key]))
             else:
                 return None
         for key in used:
             del tokens[key]
         self._fed_on_device.update(fed)
-        return np.array(ids, np.int32)
+        return np.frombuffer(b"".join(parts), np.int32)
 
     def _add_token(self, seq: SeqId, pos: int, token: int) -> None:
         if not self._takes_tokens:
             raise InvalidPlan(f"token of sequence {seq}: only the first stage takes tokens")
         if not 0 <= token < self._vocab_size:
-            self._check_ids((token,), f"sequence {seq}")
+            raise self._bad_ids(token, f"sequence {seq}")
         if (seq, pos) in self._fed_on_device:
             self._fed_on_device.remove((seq, pos))
             return
@@ -240,8 +242,9 @@ class StepQueue:
             raise InvalidPlan(f"step {plan.step} has {found} (rows, sequences, logit rows), the arena holds {limits}")
         for piece in plan.slices:
             if isinstance(piece.input, Tokens):
-                self._check_ids(piece.input.ids, f"step {plan.step}, sequence {piece.seq}")
+                largest = int(np.frombuffer(piece.input.packed, np.uint32).max())
+                if largest >= self._vocab_size:
+                    raise self._bad_ids(largest, f"step {plan.step}, sequence {piece.seq}")
 
-    def _check_ids(self, ids: tuple[int, ...], where: str) -> None:
-        if min(ids) < 0 or max(ids) >= self._vocab_size:
-            raise InvalidPlan(f"{where}: token ids {min(ids)} .. {max(ids)} are not within [0, {self._vocab_size})")
+    def _bad_ids(self, token: int, where: str) -> InvalidPlan:
+        return InvalidPlan(f"{where}: token id {token} is not within [0, {self._vocab_size})")

@@ -26,7 +26,7 @@ LEGAL = {
 
 def block_in(pool: BlockPool, state: BlockState) -> Block:
     """A block brought into a state by legal transitions."""
-    block = pool.allocate()
+    block = pool.allocate(1)[0]
     path = {
         BlockState.UNALLOCATED: ["free"],
         BlockState.PENDING_WRITE: [],
@@ -58,7 +58,7 @@ def test_only_legal_transitions_are_possible(state: BlockState, action: str) -> 
 def test_sealed_block_lives_while_it_has_users_and_longer() -> None:
     """The last user's release keeps the content; sharing brings it back into use; eviction frees the id."""
     pool = BlockPool((1,))
-    block = pool.allocate()
+    block = pool.allocate(1)[0]
     pool.seal(block)
     pool.share(block)
     pool.release(block)
@@ -69,17 +69,28 @@ def test_sealed_block_lives_while_it_has_users_and_longer() -> None:
     assert (block.state, block.num_users) == (BlockState.WRITTEN_IN_USE, 1)
     pool.release(block)
     pool.evict(block)
-    assert pool.allocate().ids == block.ids
+    assert pool.allocate(1)[0].ids == block.ids
 
 
 def test_groups_are_handled_alike_and_the_smallest_bounds() -> None:
     """One id in every group per block; no id twice."""
     pool = BlockPool((3, 5))
-    blocks = [pool.allocate() for _ in range(3)]
+    blocks = [pool.allocate(1)[0] for _ in range(3)]
     for group in range(2):
         assert len({block.ids[group] for block in blocks}) == 3
-    with pytest.raises(CapacityExceeded, match="all 3 KV blocks"):
-        pool.allocate()
+    with pytest.raises(CapacityExceeded, match="0 of 3 KV blocks are free"):
+        pool.allocate(1)
+
+
+def test_several_blocks_at_once_are_all_or_none() -> None:
+    """The same ids in the same order as one by one; what does not fit takes nothing."""
+    pool, singly = BlockPool((4, 6)), BlockPool((4, 6))
+    assert [block.ids for block in pool.allocate(3)] == [singly.allocate(1)[0].ids for _ in range(3)]
+    assert pool.allocate(0) == []
+    with pytest.raises(CapacityExceeded, match="1 of 4 KV blocks are free, 2 are wanted"):
+        pool.allocate(2)
+    assert pool.num_free == 1
+    assert pool.allocate(1)[0].ids == singly.allocate(1)[0].ids
 
 
 @pytest.mark.parametrize("num_blocks", [(), (0,), (4, 0)])
@@ -97,7 +108,7 @@ def test_ids_are_conserved(actions: list[tuple[str, int]]) -> None:
     for action, pick in actions:
         if action == "allocate":
             if pool.num_free:
-                blocks.append(pool.allocate())
+                blocks.append(pool.allocate(1)[0])
         elif blocks:
             block = blocks[pick % len(blocks)]
             if action in LEGAL[block.state]:

@@ -12,7 +12,7 @@ from lamina.coordinator.engine.scheduler import Scheduler
 from lamina.spec.errors import InvalidPlan, LaminaError, Unavailable, WorkerLost
 from lamina.spec.ids import Epoch, PlacementId
 from lamina.spec.placement import Placement
-from lamina.spec.step import AddSequence, RemoveSequence, SampledToken, StepDone, StepPlan
+from lamina.spec.step import AddSequence, RemoveSequence, SampledToken, StepDone, StepPlan, Tokens
 from support.sim_engine import BASE, request
 
 DEADLINE_S = 5.0
@@ -98,8 +98,8 @@ def test_a_stream_goes_on_over_another_pipeline() -> None:
         second = lost.resume()
         assert lost.engine.failure is None
         (add,) = second.adds
-        assert (add.history_ids, add.num_generated) == ((1, 2, 3, 4, 7), 1)
-        assert (second.plans[0].epoch, second.plans[0].slices[0].num_tokens) == (1, 5)
+        assert (add.num_prompt, add.num_generated) == (4, 1)
+        assert (second.plans[0].epoch, second.plans[0].slices[0].input) == (1, Tokens((1, 2, 3, 4, 7)))
         second.answer(8)
         assert (await anext(lost.stream)).token == 8
         await lost.engine.close()

@@ -4,10 +4,11 @@ import pytest
 
 from lamina.coordinator.engine.block_pool import BlockPool, BlockState
 from lamina.coordinator.engine.prefix_cache import Place, PrefixCache, PrefixNode, TokenBlock
+from lamina.spec.step import pack_ids
 
-A: TokenBlock = tuple(range(16))
-B: TokenBlock = tuple(range(16, 32))
-C: TokenBlock = tuple(range(32, 48))
+A: TokenBlock = pack_ids(range(16))
+B: TokenBlock = pack_ids(range(16, 32))
+C: TokenBlock = pack_ids(range(32, 48))
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def cache(pool: BlockPool) -> PrefixCache:
 def insert(cache: PrefixCache, pool: BlockPool, place: Place, tokens: TokenBlock) -> PrefixNode:
     """A new node with one user."""
     assert cache.find(place, tokens) is None
-    return cache.insert(place, tokens, pool.allocate())
+    return cache.insert(place, tokens, pool.allocate(1)[0])
 
 
 def test_equal_blocks_in_other_contexts_never_alias(cache: PrefixCache, pool: BlockPool) -> None:

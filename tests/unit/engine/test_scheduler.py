@@ -342,7 +342,8 @@ def test_restart_goes_on_where_it_was(num_absorbed: int) -> None:
     assert (issue.plan.epoch, issue.plan.step) == (1, 0)
     add = issue.adds[0]
     assert add.seq == 2, "0 and 1 were used in the epoch before"
-    assert add.history_ids == (1, 2, 3, *sim.outputs[running])
+    assert add.num_prompt == 3
+    assert issue.plan.slices[0].input == Tokens((1, 2, 3, *sim.outputs[running]))
     assert (add.num_generated, add.max_tokens) == (num_known, 12)
     sim.drain()
     sim.check_outputs()

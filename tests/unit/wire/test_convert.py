@@ -25,6 +25,7 @@ from lamina.spec.step import (
     StepDone,
     StepPlan,
     Tokens,
+    pack_ids,
 )
 from lamina.v1 import step_pb2 as pb
 from lamina.wire.convert import (
@@ -32,6 +33,7 @@ from lamina.wire.convert import (
     command_to_message,
     done_from_message,
     done_to_message,
+    encode_command,
     plan_from_message,
     plan_to_message,
 )
@@ -105,16 +107,17 @@ SAMPLING = st.builds(
 
 @st.composite
 def additions(draw: st.DrawFn) -> AddSequence:
-    history = tuple(draw(st.lists(U32, max_size=6)))
+    history, omitted = tuple(draw(st.lists(U32, max_size=6))), draw(st.integers(0, 9))
     return AddSequence(
         SeqId(draw(U64)),
         draw(SAMPLING),
         history,
         frozenset(draw(st.lists(U32, max_size=3))),
         draw(U32),
-        draw(st.integers(0, len(history))),
+        draw(st.integers(0, len(history) + omitted)),
         draw(U32),
         draw(TEXT),
+        omitted,
     )
 
 
@@ -128,8 +131,15 @@ COMMANDS = st.one_of(
 
 @given(COMMANDS)
 def test_commands_come_back(command: StepCommand) -> None:
-    message = pb.StepsRequest.FromString(command_to_message(command).SerializeToString())
+    message = pb.StepCommand.FromString(command_to_message(command).SerializeToString())
     assert command_from_message(message, 2) == command
+
+
+@given(st.lists(COMMANDS, max_size=4))
+def test_encoded_commands_that_are_joined_are_one_request(commands: list[StepCommand]) -> None:
+    request = pb.StepsRequest.FromString(b"".join(map(encode_command, commands)))
+    assert not request.HasField("open")
+    assert [command_from_message(message, 2) for message in request.commands] == commands
 
 
 @given(answers())
@@ -172,6 +182,14 @@ def test_plan_columns_of_unequal_length(name: str, change: str) -> None:
     else:
         del column[-1]
     with pytest.raises(InvalidPlan, match=r"step 5"):
+        plan_from_message(message, 1)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 7, 9, 12])
+def test_plan_with_too_few_or_too_many_token_ids(num_bytes: int) -> None:
+    message = plan_to_message(PLAN)
+    message.token_ids = bytes(num_bytes)
+    with pytest.raises(InvalidPlan, match=r"step 5: .* token ids and 1 blocks do not match"):
         plan_from_message(message, 1)
 
 
@@ -253,6 +271,15 @@ def test_more_generated_tokens_than_history() -> None:
     message.add_sequence.num_generated = 3
     with pytest.raises(InvalidPlan, match="3 generated tokens in a history of 2"):
         command_from_message(message, 1)
+    message.add_sequence.num_omitted = 1
+    assert command_from_message(message, 1) == replace(add, num_generated=3, num_omitted=1)
+
+
+def test_a_history_that_is_no_list_of_ids() -> None:
+    message = command_to_message(AddSequence(SeqId(1), SamplingParams(), (1, 2), frozenset(), 5))
+    message.add_sequence.history_ids += b"x"
+    with pytest.raises(InvalidPlan, match="a history of 9 bytes"):
+        command_from_message(message, 1)
 
 
 def test_a_value_out_of_range_is_refused() -> None:
@@ -283,7 +310,7 @@ RANDOM_PLAN = st.builds(
     pos=st.lists(U32, max_size=3),
     num_tokens=st.lists(U32, max_size=3),
     want_logits=st.lists(st.booleans(), max_size=3),
-    token_ids=st.lists(U32, max_size=4),
+    token_ids=st.one_of(st.lists(U32, max_size=4).map(pack_ids), st.binary(max_size=9)),
     from_step=st.lists(U64, max_size=3),
     from_row=st.lists(U32, max_size=3),
     num_new_blocks=st.lists(U32, max_size=4),
@@ -326,7 +353,7 @@ def test_random_answers_are_read_or_refused(message: pb.StepDone) -> None:
 def test_random_bytes_are_read_or_refused(raw: bytes) -> None:
     """Whatever parses as a message is a command or a LaminaError."""
     try:
-        message = pb.StepsRequest.FromString(raw)
+        message = pb.StepCommand.FromString(raw)
     except Exception:  # protobuf's own refusal
         return
     try:

@@ -21,6 +21,7 @@ from lamina.wire.status import error_from_rpc
 from lamina.wire.version import check_peer, own_version
 
 CALL_DEADLINE_S = 20.0
+_STEPS = "/lamina.v1.Worker/Steps"
 ALLOCATE_DEADLINE_S = 120.0  # zeroing a large cache takes a while
 
 Response = TypeVar("Response")
@@ -154,13 +155,16 @@ class WorkerClient:
 
     async def open_steps(self, placement: Placement, stage: StageSpec, settings: StageSettings) -> "StepsCall":
         """The Steps stream of a stage, accepted by the worker."""
-        call: StepsCall = self._stub.Steps()
+        # Requests are bytes already: a plan is serialised once for all stages, waiting commands are joined.
+        call: StepsCall = self._channel.stream_stream(
+            _STEPS, request_serializer=None, response_deserializer=pb.StepsResponse.FromString
+        )()
         opening = pb.StepsOpen(
             placement=placement.id, epoch=placement.epoch, stage=stage.index, settings_digest=settings.digest()
         )
         try:
             async with asyncio.timeout(CALL_DEADLINE_S):
-                await call.write(pb.StepsRequest(open=opening))
+                await call.write(pb.StepsRequest(open=opening).SerializeToString())
                 first = await call.read()
                 if not isinstance(first, pb.StepsResponse):  # end of stream; the status says why
                     trailing, details = await call.trailing_metadata(), await call.details()
@@ -185,4 +189,4 @@ class WorkerClient:
             raise error_from_rpc(error, self.who) from None
 
 
-StepsCall = grpc.aio.StreamStreamCall[pb.StepsRequest, pb.StepsResponse]
+StepsCall = grpc.aio.StreamStreamCall[bytes, pb.StepsResponse]

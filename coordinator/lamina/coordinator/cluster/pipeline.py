@@ -4,6 +4,7 @@ Owned by the coordinator's loop. It routes; it decides nothing.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import grpc
@@ -14,12 +15,43 @@ from lamina.spec.ids import WorkerName
 from lamina.spec.placement import Placement, StageSettings
 from lamina.spec.step import AddSequence, RemoveSequence, SampleToken, StepDone, StepPlan
 from lamina.v1 import step_pb2 as pb
-from lamina.wire.convert import command_to_message, done_from_message
+from lamina.wire.convert import done_from_message, encode_command
 from lamina.wire.status import error_from_name, error_from_rpc
+
+_BATCH_BYTES = 2**20  # commands are joined until a message has so many; each is far smaller than what gRPC may carry
+
+
+class _Outbox:
+    """Encoded commands that wait to be written to one stage."""
+
+    def __init__(self) -> None:
+        self._commands: deque[bytes] = deque()
+        self._filled = asyncio.Event()
+
+    def put(self, command: bytes) -> None:
+        """One more, at the end."""
+        self._commands.append(command)
+        self._filled.set()
+
+    async def take(self) -> bytes:
+        """The request that carries what waits, in order; waits for something."""
+        await self._filled.wait()
+        commands = self._commands
+        taken = [commands.popleft()]
+        num_bytes = len(taken[0])
+        while commands and num_bytes + len(commands[0]) <= _BATCH_BYTES:
+            taken.append(commands.popleft())
+            num_bytes += len(taken[-1])
+        if not commands:
+            self._filled.clear()
+        return b"".join(taken)
 
 
 class Pipeline:
-    """Commands are queued without blocking and written in order; `next_done` yields answers in step order."""
+    """Commands are queued without blocking and written in order, those that wait for a stage as one message.
+
+    `next_done` yields answers in step order.
+    """
 
     def __init__(
         self,
@@ -36,7 +68,7 @@ class Pipeline:
         self.link_rtts_s = tuple(link_rtts_s)  # of the edges in stage order, when they were opened
         self._workers = [workers[stage.device.worker] for stage in placement.stages]
         self._calls = calls
-        self._outgoing: list[asyncio.Queue[pb.StepsRequest]] = [asyncio.Queue() for _ in calls]
+        self._outboxes = [_Outbox() for _ in calls]
         self._answers: asyncio.Queue[StepDone | LaminaError] = asyncio.Queue()
         self._last_answered = -1
         self._failure: LaminaError | None = None
@@ -50,19 +82,15 @@ class Pipeline:
 
     def issue(self, plan: StepPlan) -> None:
         """Send a plan to every stage."""
-        message = command_to_message(plan)
-        for queue in self._outgoing:
-            queue.put_nowait(message)
+        self._send_all(encode_command(plan))
 
     def add_sequence(self, add: AddSequence) -> None:
         """Make a sequence known to the last stage, before its first step."""
-        self._outgoing[-1].put_nowait(command_to_message(add))
+        self._outboxes[-1].put(encode_command(add))
 
     def remove_sequence(self, remove: RemoveSequence) -> None:
         """Have every stage forget a sequence; all steps that name it are done."""
-        message = command_to_message(remove)
-        for queue in self._outgoing:
-            queue.put_nowait(message)
+        self._send_all(encode_command(remove))
 
     async def next_done(self) -> StepDone:
         """The next answer. Raises what ended the epoch: WorkerLost with the worker's name, or what a stage reported.
@@ -101,13 +129,17 @@ class Pipeline:
         """The edge from the last stage to stage 0 is down: tokens go through here."""
         for sampled in done.tokens:
             token = SampleToken(done.epoch, sampled.seq, sampled.pos, sampled.token)
-            self._outgoing[0].put_nowait(command_to_message(token))
+            self._outboxes[0].put(encode_command(token))
+
+    def _send_all(self, command: bytes) -> None:
+        for outbox in self._outboxes:
+            outbox.put(command)
 
     async def _write(self, index: int) -> None:
-        call, queue = self._calls[index], self._outgoing[index]
+        call, outbox = self._calls[index], self._outboxes[index]
         try:
             while True:
-                await call.write(await queue.get())
+                await call.write(await outbox.take())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader sees the same end, with its reason
 

@@ -10,7 +10,6 @@ only PENDING_WRITE is mutable (A-44):
 It knows nothing of sequences, of tokens, or of who may be evicted.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -37,7 +36,7 @@ class Block:
 
 
 class BlockPool:
-    """Free lists and the states of what was taken from them; every operation is O(groups)."""
+    """Free lists and the states of what was taken from them; every operation is O(groups) for a block."""
 
     def __init__(self, num_blocks: tuple[int, ...]) -> None:
         """`num_blocks` by cache group. Raises InvalidConfig if a group has none."""
@@ -47,39 +46,48 @@ class BlockPool:
         self.num_blocks = min(num_blocks)
         self.num_free = self.num_blocks
 
-    def allocate(self) -> Block:
-        """A block with one user, its writer. Raises CapacityExceeded if none is free."""
-        if not self.num_free:
-            raise CapacityExceeded(f"all {self.num_blocks} KV blocks are allocated")
-        self.num_free -= 1
-        return Block(tuple(ids.pop() for ids in self._free), BlockState.PENDING_WRITE, 1)
+    def allocate(self, count: int) -> list[Block]:
+        """So many blocks with one user each, their writer. Raises CapacityExceeded, taking none, if fewer are free."""
+        if count > self.num_free:
+            raise CapacityExceeded(f"{self.num_free} of {self.num_blocks} KV blocks are free, {count} are wanted")
+        self.num_free -= count
+        taken = [ids[: -count - 1 : -1] for ids in self._free]
+        for ids in self._free:
+            del ids[len(ids) - count :]
+        pending = BlockState.PENDING_WRITE
+        return [Block(ids, pending, 1) for ids in zip(*taken, strict=True)]
 
     def seal(self, block: Block) -> None:
         """The block is full: nobody writes it any more, others may read it."""
-        self._check(block, BlockState.PENDING_WRITE, "seal")
+        if block.state is not BlockState.PENDING_WRITE:
+            raise _refusal(block, "seal")
         block.state = BlockState.WRITTEN_IN_USE
 
     def share(self, block: Block) -> None:
         """One more user of a sealed block."""
-        self._check(block, (BlockState.WRITTEN_IN_USE, BlockState.WRITTEN_NOT_IN_USE), "share")
+        if block.state not in (BlockState.WRITTEN_IN_USE, BlockState.WRITTEN_NOT_IN_USE):
+            raise _refusal(block, "share")
         block.state = BlockState.WRITTEN_IN_USE
         block.num_users += 1
 
     def release(self, block: Block) -> None:
         """One user less of a sealed block; its content stays until it is evicted."""
-        self._check(block, BlockState.WRITTEN_IN_USE, "release")
+        if block.state is not BlockState.WRITTEN_IN_USE:
+            raise _refusal(block, "release")
         block.num_users -= 1
         if not block.num_users:
             block.state = BlockState.WRITTEN_NOT_IN_USE
 
     def free(self, block: Block) -> None:
         """The writer gives up a block that was never sealed."""
-        self._check(block, BlockState.PENDING_WRITE, "free")
+        if block.state is not BlockState.PENDING_WRITE:
+            raise _refusal(block, "free")
         self._take_back(block)
 
     def evict(self, block: Block) -> None:
         """Forget the content of a sealed block without users."""
-        self._check(block, BlockState.WRITTEN_NOT_IN_USE, "evict")
+        if block.state is not BlockState.WRITTEN_NOT_IN_USE:
+            raise _refusal(block, "evict")
         self._take_back(block)
 
     def _take_back(self, block: Block) -> None:
@@ -89,6 +97,6 @@ class BlockPool:
             ids.append(block_id)
         self.num_free += 1
 
-    def _check(self, block: Block, allowed: BlockState | Iterable[BlockState], action: str) -> None:
-        if block.state not in ((allowed,) if isinstance(allowed, BlockState) else allowed):
-            raise RuntimeError(f"cannot {action} KV block {block.ids}: it is {block.state.value}")
+
+def _refusal(block: Block, action: str) -> RuntimeError:
+    return RuntimeError(f"cannot {action} KV block {block.ids}: it is {block.state.value}")

@@ -8,10 +8,14 @@ worth something:
 so a promised block can always be had, if need be by evicting. A sequence without a promise left grows from the slack.
 """
 
+from collections.abc import Iterator
+
 from lamina.coordinator.engine.block_pool import BlockPool
 from lamina.coordinator.engine.prefix_cache import Place, PrefixCache, PrefixNode, TokenBlock
 from lamina.coordinator.engine.sequence import Sequence
-from lamina.spec.step import BLOCK_TOKENS
+from lamina.spec.step import BLOCK_TOKENS, TOKEN_BYTES
+
+_BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES  # of its packed token ids
 
 PrefixPlace = tuple[Place, TokenBlock]  # where in the index a block belongs
 
@@ -72,36 +76,36 @@ class KvLedger:
 
     def adopt(self, seq: Sequence) -> None:
         """Take over what the index has of its next blocks; only before its first slice, for positions have no gaps."""
-        for node in self._match(seq):
+        found = self._match(seq)
+        for node in found:
             self._cache.hold(node)
-            self._spend_promise(seq)
-            seq.chain.append(node)
-            seq.add_block(node.block)
+        self._spend_promise(seq, len(found))
+        seq.chain += found
+        seq.add_blocks([node.block for node in found])
         seq.pos = seq.room
 
     def awaited_block(self, seq: Sequence) -> PrefixPlace | None:
         """Where the index would have to grow for `adopt` to find more, or None."""
         if not seq.indexing or seq.room + BLOCK_TOKENS >= len(seq.tokens):
             return None
-        return self._next_place(seq)
+        return _next_place(seq)
 
     def coming_block(self, seq: Sequence) -> PrefixPlace | None:
         """Where its prefill lets the index grow next, or None."""
         if not seq.indexing or (len(seq.chain) + 1) * BLOCK_TOKENS > len(seq.tokens):
             return None
-        return self._next_place(seq)
+        return _next_place(seq)
 
     def grow(self, seq: Sequence, num_positions: int) -> bool:
         """Lengthen the table to hold so many positions. False, with nothing changed, if the slack does not allow it."""
         missing = num_blocks_for(num_positions) - len(seq.blocks)
         if missing > seq.promised + self.slack:
             return False
-        for _ in range(missing):
-            if seq.promised:
-                self._spend_promise(seq)
-            if not self._pool.num_free:
+        if missing > 0:
+            self._spend_promise(seq, missing)
+            for _ in range(missing - self._pool.num_free):
                 self._cache.evict()
-            seq.add_block(self._pool.allocate())
+            seq.add_blocks(self._pool.allocate(missing))
         return True
 
     def publish(self, seq: Sequence, num_positions: int) -> None:
@@ -110,17 +114,21 @@ class KvLedger:
         A block that the index has already, from another sequence, stays private; its twin is held in its place, so
         that what follows can be indexed too. If that would cost a block which is not there, indexing ends.
         """
-        while seq.indexing and (len(seq.chain) + 1) * BLOCK_TOKENS <= num_positions:
-            place, tokens = self._next_place(seq)
+        depth = len(seq.chain)
+        if not seq.indexing or (depth + 1) * BLOCK_TOKENS > num_positions:
+            return
+        place, blocks = _end_of(seq), seq.blocks[depth : num_positions // BLOCK_TOKENS]
+        for block, tokens in zip(blocks, _blocks_of(seq, depth * BLOCK_TOKENS, num_positions), strict=True):
             node = self._cache.find(place, tokens)
             if node is None:
-                node = self._cache.insert(place, tokens, seq.blocks[len(seq.chain)])
+                node = self._cache.insert(place, tokens, block)
             elif node.block.num_users or self.slack > 0:
                 self._cache.hold(node)
             else:
                 seq.indexing = False
                 return
             seq.chain.append(node)
+            place = node
 
     def prove(self, seq: Sequence) -> None:
         """It has a finite answer, so every block that it read is sound: a NaN in any would have shown (A-05)."""
@@ -154,20 +162,33 @@ class KvLedger:
         found: list[PrefixNode] = []
         if not self._prefix_caching:
             return found
-        place: Place = seq.chain[-1] if seq.chain else seq.request.cache_salt
-        for start in range(seq.room, len(seq.tokens) - BLOCK_TOKENS, BLOCK_TOKENS):
-            node = self._cache.find(place, tuple(seq.tokens[start : start + BLOCK_TOKENS]))
+        place = _end_of(seq)
+        for tokens in _blocks_of(seq, seq.room, len(seq.tokens) - 1):
+            node = self._cache.find(place, tokens)
             if node is None:
                 break
             found.append(node)
             place = node
         return found
 
-    def _next_place(self, seq: Sequence) -> PrefixPlace:
-        start = len(seq.chain) * BLOCK_TOKENS
-        place: Place = seq.chain[-1] if seq.chain else seq.request.cache_salt
-        return place, tuple(seq.tokens[start : start + BLOCK_TOKENS])
+    def _spend_promise(self, seq: Sequence, num_blocks: int) -> None:
+        """So many blocks that it takes now were promised, as far as any are."""
+        spent = min(num_blocks, seq.promised)
+        seq.promised -= spent
+        self._num_promised -= spent
 
-    def _spend_promise(self, seq: Sequence) -> None:
-        seq.promised -= 1
-        self._num_promised -= 1
+
+def _end_of(seq: Sequence) -> Place:
+    """Below which place its next block is indexed."""
+    return seq.chain[-1] if seq.chain else seq.request.cache_salt
+
+
+def _next_place(seq: Sequence) -> PrefixPlace:
+    start = len(seq.chain) * BLOCK_TOKENS
+    return _end_of(seq), seq.tokens[start : start + BLOCK_TOKENS].tobytes()
+
+
+def _blocks_of(seq: Sequence, start: int, stop: int) -> Iterator[TokenBlock]:
+    """Its full blocks within these positions; `start` is a block's first."""
+    packed = seq.tokens[start:stop].tobytes()
+    return (packed[at : at + _BLOCK_BYTES] for at in range(0, len(packed) - _BLOCK_BYTES + 1, _BLOCK_BYTES))

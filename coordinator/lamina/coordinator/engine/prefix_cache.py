@@ -8,11 +8,11 @@ a child becomes unused no later than its parent, and the least recently used unu
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lamina.coordinator.engine.block_pool import Block, BlockPool
 
-TokenBlock = tuple[int, ...]  # BLOCK_TOKENS token ids
+TokenBlock = bytes  # BLOCK_TOKENS token ids, packed: hashed and compared in a fifth of the time of a tuple
 
 
 @dataclass(slots=True, eq=False)
@@ -22,9 +22,9 @@ class PrefixNode:
     parent: "Place"
     tokens: TokenBlock
     block: Block
-    is_linked: bool = True  # False: never found again, and its block is free as soon as nobody uses it
-    is_proven: bool = False  # somebody read the block and got a finite answer
-    children: "dict[TokenBlock, PrefixNode]" = field(default_factory=dict)
+    is_linked: bool  # False: never found again, and its block is free as soon as nobody uses it
+    is_proven: bool  # somebody read the block and got a finite answer
+    children: "dict[TokenBlock, PrefixNode]"
 
 
 Place = PrefixNode | str  # a node, or the root of a salt
@@ -51,9 +51,12 @@ class PrefixCache:
     def insert(self, parent: Place, tokens: TokenBlock, block: Block) -> PrefixNode:
         """Index a block that its writer, who uses `parent` too, has filled; it is sealed. `find` came back empty."""
         self._pool.seal(block)
-        node = PrefixNode(parent, tokens, block, is_linked=isinstance(parent, str) or parent.is_linked)
-        if node.is_linked:
-            siblings = self._roots.setdefault(parent, {}) if isinstance(parent, str) else parent.children
+        if isinstance(parent, str):
+            is_linked, siblings = True, self._roots.setdefault(parent, {})
+        else:
+            is_linked, siblings = parent.is_linked, parent.children
+        node = PrefixNode(parent, tokens, block, is_linked, False, {})  # all given: a long prompt makes hundreds
+        if is_linked:
             siblings[tokens] = node
         return node
 

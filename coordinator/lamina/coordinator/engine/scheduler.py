@@ -11,6 +11,7 @@ step of run-ahead. What is left of the budget goes to prefill chunks in the poli
 Blocks come back, and a preempted sequence waits again, only when every issued step that names them is done.
 """
 
+from array import array
 from dataclasses import dataclass
 
 from lamina.coordinator.engine.batch import Batch, RunningSet
@@ -36,7 +37,6 @@ from lamina.spec.step import (
     SeqSlice,
     StepDone,
     StepPlan,
-    Tokens,
     from_tuple,
 )
 
@@ -103,7 +103,7 @@ class Scheduler:
         limit = min(num_prompt + request.max_tokens - 1, self.capacity_tokens)
         record = RequestRecord(self._next_request, num_prompt, limit - num_prompt + 1, now)
         self._next_request = RequestId(record.request_id + 1)
-        seq = Sequence(request, record, list(request.prompt_ids), limit)
+        seq = Sequence(request, record, array("I", request.prompt_ids), limit)
         self._requests[record.request_id] = seq
         self._waiting.add(seq)
         return record.request_id
@@ -251,7 +251,7 @@ class Scheduler:
                 if not self._find_block(seq):
                     continue
                 blocks = seq.take_new_blocks()
-            source = new_sample((seq.last_step, seq.last_row)) if ahead else Tokens((seq.tokens[pos],))
+            source = new_sample((seq.last_step, seq.last_row)) if ahead else seq.known_input(pos, pos + 1)
             slices.append(new_slice((seq.id, pos, 1, source, blocks, True)))
             seq.last_step, seq.last_row = step, row
             seq.num_ahead = ahead + 1
@@ -336,7 +336,7 @@ class Scheduler:
             is_last = end == len(seq.tokens)
             blocks = seq.take_new_blocks() or self._no_blocks
             seq.last_step, seq.last_row = batch.step, len(batch.slices)
-            batch.add_chunk(SeqSlice(seq.id, pos, end - pos, Tokens(tuple(seq.tokens[pos:end])), blocks, is_last))
+            batch.add_chunk(SeqSlice(seq.id, pos, end - pos, seq.known_input(pos, end), blocks, is_last))
             seq.num_ahead = int(is_last)
             seq.pos = end
             ledger.publish(seq, end)  # later steps, and this one, run after the write on every stage

@@ -3,6 +3,7 @@
 `Sequence` is mutable and owned by the engine loop through its `Scheduler`; the others are values.
 """
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, NewType
@@ -11,7 +12,7 @@ from lamina.coordinator.engine.block_pool import Block
 from lamina.coordinator.engine.prefix_cache import PrefixNode
 from lamina.spec.ids import BlockId, SeqId, StepId
 from lamina.spec.sampling import SamplingParams
-from lamina.spec.step import BLOCK_TOKENS, AddSequence, FinishReason
+from lamina.spec.step import BLOCK_TOKENS, AddSequence, FinishReason, Tokens, from_tuple
 
 RequestId = NewType("RequestId", int)  # ascends with arrival; survives preemptions and restarts, unlike a SeqId
 NO_SEQ = SeqId(-1)
@@ -79,7 +80,7 @@ class Sequence:
 
     request: SequenceRequest
     record: RequestRecord
-    tokens: list[int]  # prompt and known output
+    tokens: "array[int]"  # prompt and known output, uint32
     limit: int  # positions that may be planned in all: prompt + max_tokens - 1, for the last token is never cached
     phase: Phase = Phase.WAITING
     key: tuple[int, ...] = ()  # its place in the policy's order
@@ -101,10 +102,14 @@ class Sequence:
         """Known output tokens."""
         return len(self.tokens) - self.record.num_prompt_tokens
 
-    def add_block(self, block: Block) -> None:
+    def add_blocks(self, blocks: list[Block]) -> None:
         """Lengthen the table."""
-        self.blocks.append(block)
-        self.room += BLOCK_TOKENS
+        self.blocks += blocks
+        self.room += len(blocks) * BLOCK_TOKENS
+
+    def known_input(self, start: int, stop: int) -> Tokens:
+        """Its tokens at these positions, for a slice."""
+        return from_tuple(Tokens)((self.tokens[start:stop].tobytes(),))
 
     def take_new_blocks(self) -> tuple[tuple[BlockId, ...], ...]:
         """The blocks that no plan has named yet, by cache group."""
@@ -115,16 +120,20 @@ class Sequence:
     def introduce(self, seq: SeqId) -> AddSequence:
         """Give it an identity; what the last stage must know of it."""
         self.id = seq
-        request = self.request
+        request, num_tokens, num_generated = self.request, len(self.tokens), self.num_generated
+        num_wanted = request.sampling.num_looked_back(num_tokens, num_generated)
+        if request.grammar:
+            num_wanted = max(num_wanted, num_generated)
         return AddSequence(
             seq=seq,
             sampling=request.sampling,
-            history_ids=tuple(self.tokens),
+            history_ids=tuple(self.tokens[num_tokens - num_wanted :]),
             stop_ids=request.stop_ids,
             max_tokens=self.record.max_tokens,
-            num_generated=self.num_generated,
+            num_generated=num_generated,
             choice=request.choice,
             grammar=request.grammar,
+            num_omitted=num_tokens - num_wanted,
         )
 
     def rewind(self) -> None:
