@@ -5,6 +5,7 @@ checks that a plan fits what came before, and turns it into slots.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +29,7 @@ class _SequenceTable:
     room: int  # tokens that its blocks hold, at most the context
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedTuple):
     """Where the rows of a step lie. `blocks` have as many columns as the longest context of the step needs."""
 
     positions: Ints  # [rows]

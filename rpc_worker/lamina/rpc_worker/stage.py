@@ -1,9 +1,11 @@
 """One loaded stage: model, weights, caches, tables, sampler. Everything here belongs to the device's compute thread."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +37,7 @@ from lamina.spec.step import AddSequence, StepDone, StepPlan
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class StageResult:
+class StageResult(NamedTuple):
     """What a step left: the hidden state float32 [rows, H] for the next stage, or the last stage's answer."""
 
     ready: ReadyStep
@@ -45,20 +46,34 @@ class StageResult:
     num_nonfinite_rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """A step that the device has been given; `start_s` on the clock of time.perf_counter.
+Rows = tuple[tuple[SeqId, int], ...]
+_NOT_SAMPLED: OnDevice = {}
 
-    If it `needs_logits` on the host, no other may be launched before it is finished. Else `sampled` says in which row
-    of the device's tokens lies that of (sequence, position), for the step launched next.
+
+class PreparedStep(NamedTuple):
+    """What is known of a step before its input is there; on the last stage also what it samples, and how.
+
+    `sampled` says in which row of the device's tokens lies that of (sequence, position), for the step launched next.
+    It is empty if the step `needs_logits` on the host: no other may be launched before it is finished.
     """
+
+    arrays: StepArrays
+    shape: StepShape
+    rows: Rows = ()  # (sequence, position of the token) of each that it samples
+    needs_logits: bool = False
+    sampled: OnDevice = _NOT_SAMPLED
+
+
+class LaunchedStep(NamedTuple):
+    """A step that the device has been given; `start_s` on the clock of time.perf_counter. See `PreparedStep`."""
 
     ready: ReadyStep
     outcome: Outcome
     start_s: float
+    rows: Rows = ()
     needs_logits: bool = False
+    sampled: OnDevice = _NOT_SAMPLED
     recorded: bool = False  # its launches were recorded first
-    sampled: OnDevice = field(default_factory=dict)
 
 
 class Stage:
@@ -75,6 +90,7 @@ class Stage:
         tracer: Tracer | None = None,
     ) -> None:
         """`compute` is the worker's wish for the dtype of large products, see `numerics`."""
+        self.is_last = layers.stop == spec.num_layers  # it samples
         self._backend = backend
         self._spec = spec
         self._layers = layers
@@ -187,11 +203,6 @@ class Stage:
         self._sampler.clear()
 
     @property
-    def is_last(self) -> bool:
-        """Whether it samples."""
-        return self._layers.stop == self._spec.num_layers
-
-    @property
     def max_launched(self) -> int:
         """Steps that may be launched and not finished."""
         # A trial of a recording, and the watch for an overflow of f16, look at every step before the next may run.
@@ -202,14 +213,15 @@ class Stage:
         """`launch` and `finish`, waiting in between."""
         return self.finish(self.launch(ready))
 
-    def prepare(self, plan: StepPlan) -> StepArrays:
+    def prepare(self, plan: StepPlan) -> PreparedStep:
         """Do for the next step what needs no input: `launch` it with the result. Raises like `launch`."""
-        return self._loaded_model().stage(self._arrays(plan))
+        model, step = self._loaded_model(), self._follow(plan)
+        return step._replace(arrays=model.stage(step.arrays))
 
     def launch(
         self,
         ready: ReadyStep,
-        prepared: StepArrays | None = None,
+        prepared: PreparedStep | None = None,
         *,
         sampled: Buffer | None = None,
         hands_over: bool = False,
@@ -224,15 +236,11 @@ class Stage:
         if self._tracer is not None:
             self._tracer.begin_span("step", plan.step, rows=plan.num_rows, sequences=len(plan.slices))
         num_recorded = self._graphs.num_captures
-        shape = self._launch(ready, prepared, sampled)
-        outcome = model.leave() if hands_over else model.collect(shape)
-        launched = LaunchedStep(ready, outcome, start_s, recorded=self._graphs.num_captures > num_recorded)
-        if not model.is_last:
-            return launched
-        rows = [(piece.seq, piece.end) for piece in plan.sampled()]
-        if plan.num_scored or self._sampler.needs_logits(rows):
-            return replace(launched, needs_logits=True)
-        return replace(launched, sampled={key: i for i, key in enumerate(rows)})
+        step = prepared or self._follow(plan)
+        self._launch(ready, step.arrays, sampled)
+        outcome = model.leave() if hands_over else model.collect(step.shape)
+        recorded = self._graphs.num_captures > num_recorded
+        return LaunchedStep(ready, outcome, start_s, step.rows, step.needs_logits, step.sampled, recorded)
 
     def refuse(self, ready: ReadyStep, error: CapacityExceeded) -> LaunchedStep:
         """A step that the device had no memory for, because others have taken it since (C-04): its own sequences end,
@@ -245,10 +253,11 @@ class Stage:
         facts = self._backend.device_facts()
         cause = f"{error} ({facts.free_bytes / 2**20:.1f} of {facts.total_bytes / 2**20:.1f} MiB are free there now)"
         _log.error("layers %s: step %d is refused: %s", self._layers, plan.step, cause)
-        model.spoil(self._located(plan))
+        step = self._located(plan)
+        model.spoil(step.arrays)
         left = np.zeros(plan.num_logit_rows) if model.is_last else np.full((plan.num_rows, self._spec.hidden), np.nan)
         self._sampler.refuse((piece.seq for piece in plan.slices), f"CapacityExceeded: {cause}")
-        return LaunchedStep(ready, model.nothing(left), time.perf_counter(), needs_logits=model.is_last)
+        return LaunchedStep(ready, model.nothing(left), time.perf_counter(), step.rows, needs_logits=model.is_last)
 
     def due_s(self, launched: LaunchedStep) -> float:
         """When to look whether the oldest launched step is done, on the clock of time.perf_counter."""
@@ -264,24 +273,23 @@ class Stage:
         launched.outcome.transfers.wait()
         model = self._loaded_model()
         if model.is_last:
-            done = self._answer(model, ready.plan, values, needs_logits=launched.needs_logits)
-            result = StageResult(ready, None, done, 0)
+            result = StageResult(ready, None, self._answer(model, launched), 0)
         elif not len(values):  # handed over
             result = StageResult(ready, None, None, 0)
         else:
             hidden = launched.outcome.transfers.keep(values).astype(np.float32, copy=False)
-            num_bad = int(np.count_nonzero(~np.isfinite(hidden.sum(axis=1))))
-            result = StageResult(ready, hidden, None, num_bad)
+            result = StageResult(ready, hidden, None, _num_nonfinite_rows(hidden))
         self._meter.count(launched.start_s, ready.plan, recorded=launched.recorded)
         if self._tracer is not None:
             self._tracer.end_span("step", ready.plan.step)
         return result
 
-    def _answer(self, model: StageModel, plan: StepPlan, best: NDArray[np.generic], *, needs_logits: bool) -> StepDone:
-        rows = [(piece.seq, piece.end) for piece in plan.sampled()]
+    def _answer(self, model: StageModel, launched: LaunchedStep) -> StepDone:
+        plan, rows = launched.ready.plan, launched.rows
         if not plan.num_scored:
-            fetch = model.logits_of if needs_logits else _no_logits
-            return StepDone(plan.epoch, plan.step, self._sampler.sample(rows, fetch, best.astype(np.int32)))
+            fetch = model.logits_of if launched.needs_logits else _no_logits
+            best = launched.outcome.values.astype(np.int32, copy=False)
+            return StepDone(plan.epoch, plan.step, self._sampler.sample(rows, fetch, best))
         logits = model.logits(plan.num_logit_rows)
         counts = [(count, piece.want_logits) for piece, count in zip(plan.slices, plan.num_scored, strict=True)]
         is_sampled = np.array([x for count, wanted in counts for x in [False] * count + [True] * wanted], np.bool_)
@@ -290,8 +298,8 @@ class Stage:
 
     def forward(self, ready: ReadyStep) -> NDArray[np.float32]:
         """The step without sampling: hidden state float32 [rows, H], or logits float32 [logit rows, vocab]."""
-        self._launch(ready)
         model, plan = self._loaded_model(), ready.plan
+        self._launch(ready, self._follow(plan).arrays)
         return model.logits(plan.num_logit_rows) if model.is_last else model.hidden(plan.num_rows)
 
     @property
@@ -304,16 +312,10 @@ class Stage:
         """Where the last stage leaves the tokens of a step, until the next is launched."""
         return self._loaded_model().tokens_buffer
 
-    def _launch(self, ready: ReadyStep, prepared: StepArrays | None = None, sampled: Buffer | None = None) -> StepShape:
-        arrays = replace(
-            prepared or self._arrays(ready.plan),
-            tokens=ready.tokens,
-            sampled=sampled,
-            hidden=ready.hidden,
-            handed=None if ready.handed is None else ready.handed.buffer,
-        )
-        self._precision.launch(self._loaded_model(), arrays)
-        return arrays.shape
+    def _launch(self, ready: ReadyStep, arrays: StepArrays, sampled: Buffer | None = None) -> None:
+        handed = None if ready.handed is None else ready.handed.buffer
+        step = arrays._replace(tokens=ready.tokens, sampled=sampled, hidden=ready.hidden, handed=handed)
+        self._precision.launch(self._loaded_model(), step)
 
     def _loaded_model(self) -> StageModel:
         if self._model is None:
@@ -352,40 +354,45 @@ class Stage:
     def _publish_memory(self) -> None:
         self._memory = StageFacts(self.weight_bytes, self.arena_bytes, self.cache_bytes, self.block_bytes())
 
-    def _arrays(self, plan: StepPlan) -> StepArrays:
-        """What a step reads beside its input; its sequences' tables follow the plan, blocks are copied."""
+    def _follow(self, plan: StepPlan) -> PreparedStep:
+        """Have the sequences' tables follow the plan, and copy its blocks."""
         pool = self._loaded_pool()
         self._tables.apply(plan)
         for copy in plan.block_copies:
             pool.copy_block(copy.group, copy.source, copy.target)
         return self._located(plan)
 
-    def _located(self, plan: StepPlan) -> StepArrays:
-        """The arrays of a plan that the tables follow already."""
+    def _located(self, plan: StepPlan) -> PreparedStep:
+        """A step whose plan the tables follow already."""
         place = self._tables.locate(plan)
-        last_rows = place.row_starts[1:] - 1
-        if plan.num_scored:
-            ends = zip(plan.slices, last_rows + 1, plan.num_scored, strict=True)
-            ranges = [np.arange(end - piece.want_logits - scored, end) for piece, end, scored in ends]
-            logit_rows = np.concatenate(ranges).astype(np.int32)
-        elif plan.num_logit_rows == len(plan.slices):
-            logit_rows = last_rows
-        else:
-            logit_rows = last_rows[[piece.want_logits for piece in plan.slices]]
-        return StepArrays(
-            place.positions,
-            place.row_starts,
-            place.slots,
-            place.blocks,
-            logit_rows,
-            sampling=self._sampling(plan),
-        )
+        logit_rows = _logit_rows(plan, place.row_starts[1:] - 1)
+        arrays = StepArrays(place.positions, place.row_starts, place.slots, place.blocks, logit_rows)
+        shape = arrays.shape
+        if not self.is_last:
+            return PreparedStep(arrays, shape)
+        rows = tuple([(piece.seq, piece.pos + piece.num_tokens) for piece in plan.slices if piece.want_logits])
+        if plan.num_scored:  # scored rows are among the logit rows, and the host's
+            return PreparedStep(arrays, shape, rows, needs_logits=True)
+        arrays = arrays._replace(sampling=self._sampler.device_params(rows))
+        if self._sampler.needs_logits(rows):
+            return PreparedStep(arrays, shape, rows, needs_logits=True)
+        return PreparedStep(arrays, shape, rows, sampled={key: i for i, key in enumerate(rows)})
 
-    def _sampling(self, plan: StepPlan) -> NDArray[np.float32] | None:
-        """What the device is to draw the step's tokens by; scored rows are among the logit rows, and the host's."""
-        if not self.is_last or plan.num_scored:
-            return None
-        return self._sampler.device_params([(piece.seq, piece.end) for piece in plan.sampled()])
+
+def _logit_rows(plan: StepPlan, last_rows: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The rows of a step whose logits are wanted, int32; `last_rows` int32 [slices]."""
+    if plan.num_scored:
+        ends = zip(plan.slices, last_rows + 1, plan.num_scored, strict=True)
+        ranges = [np.arange(end - piece.want_logits - scored, end) for piece, end, scored in ends]
+        return np.concatenate(ranges).astype(np.int32)
+    wanted = [piece.want_logits for piece in plan.slices]
+    return last_rows if all(wanted) else last_rows[wanted]
+
+
+def _num_nonfinite_rows(hidden: NDArray[np.float32]) -> int:
+    if math.isfinite(hidden.sum()):
+        return 0
+    return int(np.count_nonzero(~np.isfinite(hidden.sum(axis=1))))
 
 
 def _no_logits(rows: list[int]) -> NDArray[np.float32]:

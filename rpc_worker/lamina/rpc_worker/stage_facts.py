@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lamina.spec.device import GraphCounts
 from lamina.spec.step import StepPlan
@@ -28,8 +29,7 @@ class StageFacts:
     prefill_busy_s: float = 0.0  # of busy_s, in those
 
 
-@dataclass(frozen=True, slots=True)
-class StepCounts:
+class StepCounts(NamedTuple):
     """What `StageFacts` says of steps."""
 
     num_steps: int = 0

@@ -4,9 +4,9 @@ Owned by the compute thread. It holds no sequence state: where tokens lie comes 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,7 @@ from lamina.spec.model import ExpertsFfn, LayerRange, LayerSpec, ModelSpec
 Ints = NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class StepArrays:
+class StepArrays(NamedTuple):
     """One step's run-time values, host side. `tokens` on the first stage, `hidden` float32 [rows, H] on the others."""
 
     positions: Ints  # [rows]
@@ -47,8 +46,7 @@ class StepArrays:
         return StepShape(len(self.positions), len(self.row_starts) - 1, len(self.logit_rows))
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a launched step leaves: hidden states float32 [rows, H], on the last stage tokens int32 [logit rows].
 
     `values` are there once `transfers` says so, and until the second next launch.
@@ -84,6 +82,7 @@ class StageModel:
         # one more than may be launched: the next step is prepared meanwhile
         self._slots = cycle([StepTransfers(backend, arena) for _ in range(MAX_LAUNCHED + 1)])
         self._slot = next(self._slots)
+        self._forward_and_draw = partial(self._forward, draws=True)
         self.is_first = layers.start == 0
         self.is_last = layers.stop == spec.num_layers
 
@@ -95,14 +94,16 @@ class StageModel:
         rerun = None
         if self._graphs.wants_trials:
             rerun = Rerun(lambda: self._upload(step), lambda: self._outputs(step.shape))
-        draws = step.sampling is not None
-        self._graphs.run(partial(self._forward, draws=draws), step.shape, rerun, variant="draws" if draws else None)
+        if step.sampling is None:
+            self._graphs.run(self._forward, step.shape, rerun)
+        else:
+            self._graphs.run(self._forward_and_draw, step.shape, rerun, variant="draws")
 
     def stage(self, step: StepArrays) -> StepArrays:
         """Send up what is known of the next step before its input is: `launch` the result, with that added."""
         self._next_slot()
         self._slot.upload_staged(self._staged_values(step))
-        return replace(step, is_staged=True)
+        return step._replace(is_staged=True)
 
     def _next_slot(self) -> None:
         self._slot = next(self._slots)

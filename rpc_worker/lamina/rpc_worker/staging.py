@@ -26,6 +26,7 @@ class StepTransfers:
         self._arena = arena
         self._is_async = backend.capabilities.asynchronous
         self._event: Event | None = backend.create_event() if self._is_async else None
+        self._is_done = True
         self._host: dict[str, Array] = {}  # by buffer, page-locked; made when first needed
         self._staged = self._memory(0 if arena.staged is None else 4 * arena.staged.shape[0]).view(np.int32)
         self._parts: dict[str, tuple[Array, int]] = {}  # by name: its place here, and where it starts
@@ -76,15 +77,19 @@ class StepTransfers:
         """Everything of this step has been launched."""
         if self._event is not None:
             self._backend.record_event(self._event)
+            self._is_done = False
 
     def is_done(self) -> bool:
         """Whether the device is through with the step."""
-        return self._event is None or self._backend.event_done(self._event)
+        if self._event is not None and not self._is_done:
+            self._is_done = self._backend.event_done(self._event)
+        return self._is_done
 
     def wait(self) -> None:
         """Until it is."""
-        if self._event is not None:
+        if self._event is not None and not self._is_done:
             self._backend.wait_event(self._event)
+            self._is_done = True
 
     def _host_side(self, name: str, buffer: Buffer) -> Array:
         if name not in self._host:

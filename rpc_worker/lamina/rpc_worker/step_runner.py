@@ -13,8 +13,7 @@ from functools import partial
 
 from lamina.kernels.buffer import Buffer
 from lamina.rpc_worker.device_thread import DeviceThread
-from lamina.rpc_worker.stage import LaunchedStep, Stage, StageResult
-from lamina.rpc_worker.stage_model import StepArrays
+from lamina.rpc_worker.stage import LaunchedStep, PreparedStep, Stage, StageResult
 from lamina.rpc_worker.step_queue import DeviceHidden, Hidden, OnDevice, ReadyStep, StepQueue
 from lamina.spec.errors import CapacityExceeded, LaminaError, StaleEpoch
 from lamina.spec.step import AddSequence, StepDone, StepPlan
@@ -44,7 +43,7 @@ class StepRunner:
         self._on_outcome = on_outcome
         self._on_edge_lost = on_edge_lost
         self._launched: deque[LaunchedStep] = deque()
-        self._prepared: StepArrays | None = None  # of the next step
+        self._prepared: PreparedStep | None = None  # of the next step
         self._failure: Exception | None = None
         self._stopped = False
         self._ended = False
