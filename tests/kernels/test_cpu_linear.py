@@ -148,10 +148,12 @@ def test_instruction_sets_agree_to_the_bit(native: NativeLinear, tensor_type: T)
     rng = _rng("agree", tensor_type)
     cols = ODD_COLS[tensor_type]
     blocks = random_blocks(tensor_type, ROWS, cols, rng)
-    x = _activations(11, cols, rng)
-    results = [native.linear([native.pack(isa, tensor_type, blocks, cols)], x) for isa in _working()]
-    for other in results[1:]:
-        np.testing.assert_array_equal(other, results[0])
+    x = _activations(30, cols, rng)
+    packed = [native.pack(isa, tensor_type, blocks, cols) for isa in _working()]
+    for count in (11, 30):  # tile registers take the larger number only
+        results = [native.linear([weight], x[:count]) for weight in packed]
+        for other in results[1:]:
+            np.testing.assert_array_equal(other, results[0])
 
 
 @each_isa

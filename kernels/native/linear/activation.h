@@ -1,7 +1,7 @@
 // Where quantised activations stand in scratch. Rows of x are the columns of a matrix product; up to a tile's worth of
 // them form a column group. Scratch is [superblock of 256 values][column group]; one such entry takes `num_cols` (of the
 // group) times the byte counts below, plane after plane: entry (i, c) of a plane of 4-byte entries stands at
-// num_cols * plane + (i * num_cols + c) * 4. Codes are stored as [64][num_cols][4].
+// num_cols * plane + (i * num_cols + c) * 4. Codes are stored as [64][num_cols][4], for tile registers [num_cols][256].
 #pragma once
 #include "formats.h"
 
@@ -46,7 +46,17 @@ constexpr int kBytes = 472;
 }  // namespace super256
 
 // Columns computed from one round of quantised activations; at most this many are in scratch at a time.
-constexpr int kMaxBlockCols = 132;
+constexpr int kMaxBlockCols = 144;
+
+// Whether the blocked kernels use tile registers (AMX): of activations they want the codes of a column side by side, of
+// weights the centred codes, and columns by multiples of kColUnit.
+#if defined(LAMINA_LINEAR_AMX)
+constexpr bool kUsesTiles = true;
+constexpr int kColUnit = 4;
+#else
+constexpr bool kUsesTiles = false;
+constexpr int kColUnit = 1;
+#endif
 
 constexpr int64_t num_supers(int64_t cols) { return (cols + kSuperCols - 1) / kSuperCols; }
 

@@ -4,45 +4,6 @@
 
 namespace lamina::LAMINA_LINEAR_NS {
 
-struct BlockedArgs {
-  const uint8_t* act;  // the column group's superblock; float types: x of its first column and the chunk
-  int64_t ldx;         // float types only
-  int count;           // sub-blocks; float types: columns
-  int init_plane;      // of initial accumulator values, 0 for none
-  float* sums;         // [kNumCols][kTiles][16]
-  bool is_first;       // whether sums are still to be started from zero
-  // A share of the weights to be unpacked next, fetched into L2 meanwhile: so many lines per tile in each of 8 rounds. In
-  // a burst they would exceed what the core can have under way. (Fetching the next activations into L1 as well costs
-  // more instructions than it saves.)
-  const uint8_t* weights;
-  int64_t tile_stride;
-  int weight_lines;
-  const float* out;  // in the last step, where the sums will go: its lines are fetched as well; else null
-  int64_t ldo;
-};
-
-constexpr int kFetchRounds = 8;
-
-template <int kTiles>
-LAMINA_INLINE void fetch_ahead(const BlockedArgs& a, int round) {
-  for (int i = round * a.weight_lines; i < (round + 1) * a.weight_lines; ++i) {
-    LAMINA_UNROLL
-    for (int t = 0; t < kTiles; ++t) prefetch_l2(a.weights + t * a.tile_stride + i * kLine);
-  }
-}
-
-template <int kTiles, int kNumCols>
-LAMINA_INLINE void fetch_outputs(const BlockedArgs& a) {
-  if (a.out == nullptr) return;
-  for (int c = 0; c < kNumCols; ++c) {
-    for (int t = 0; t < kTiles; ++t) prefetch_write(a.out + c * a.ldo + t * kTileRows);
-  }
-}
-
-// A register tile of kNumCols x kTiles vectors.
-template <class Vector, int kTiles, int kNumCols>
-using Grid = Vector[kNumCols][kTiles];
-
 template <int kTiles, int kNumCols>
 LAMINA_INLINE void load_sums(const BlockedArgs& a, Grid<F32x16, kTiles, kNumCols>& acc) {
   LAMINA_UNROLL
@@ -62,56 +23,12 @@ LAMINA_INLINE void store_sums(float* sums, const Grid<F32x16, kTiles, kNumCols>&
   }
 }
 
-// Starts every dot product at entry `index` of the plane, or at zero.
-template <bool kHasInit, Codes kCodes, int kTiles, int kNumCols>
-LAMINA_INLINE void start_dots(const BlockedArgs& a, int index, Grid<Dot<kCodes>, kTiles, kNumCols>& dots) {
-  LAMINA_UNROLL
-  for (int c = 0; c < kNumCols; ++c) {
-    I32x16 init = zero_i32();
-    if constexpr (kHasInit) init = broadcast_i32(a.act + a.init_plane * kNumCols + (index * kNumCols + c) * 4);
-    LAMINA_UNROLL
-    for (int t = 0; t < kTiles; ++t) dots[c][t].start(init);
-  }
-}
-
-template <Codes kCodes, int kTiles, int kNumCols>
-LAMINA_INLINE void convert_dots(const Grid<Dot<kCodes>, kTiles, kNumCols>& dots,
-                                Grid<F32x16, kTiles, kNumCols>& totals) {
-  LAMINA_UNROLL
-  for (int c = 0; c < kNumCols; ++c) {
-    LAMINA_UNROLL
-    for (int t = 0; t < kTiles; ++t) totals[c][t] = to_float(dots[c][t].finish());
-  }
-}
-
-// kCount groups from `first` on.
-template <int kCount, Codes kCodes, int kTiles, int kNumCols>
-LAMINA_INLINE void add_groups(const Strip<kTiles>& strip, const uint8_t* act, int first,
-                              Grid<Dot<kCodes>, kTiles, kNumCols>& dots) {
-  LAMINA_UNROLL
-  for (int i = 0; i < kCount; ++i) {
-    U8x64 codes[kTiles];
-    LAMINA_UNROLL
-    for (int t = 0; t < kTiles; ++t) codes[t] = load_u8(entry<kTiles>(strip.codes, first + i, t));
-    LAMINA_UNROLL
-    for (int c = 0; c < kNumCols; ++c) {
-      const Act4 values = load_act(reinterpret_cast<const int8_t*>(act) + ((first + i) * kNumCols + c) * 4);
-      LAMINA_UNROLL
-      for (int t = 0; t < kTiles; ++t) dots[c][t].add(i, kCount, codes[t], values);
-    }
-  }
-}
-
 template <bool kHasMin, bool kHasInit, Codes kCodes, int kTiles, int kNumCols>
 static void blocked_block32(const Strip<kTiles>& strip, const BlockedArgs& a) {
   Grid<F32x16, kTiles, kNumCols> acc;
   load_sums<kTiles, kNumCols>(a, acc);
   const float* mins = reinterpret_cast<const float*>(strip.mins);
-  for (int sub = 0; sub < a.count; ++sub) {
-    Grid<Dot<kCodes>, kTiles, kNumCols> dots;
-    fetch_ahead<kTiles>(a, sub);
-    start_dots<kHasInit, kCodes, kTiles, kNumCols>(a, sub, dots);
-    add_groups<kGroups, kCodes, kTiles, kNumCols>(strip, a.act, sub * kGroups, dots);
+  each_dot<kGroups, kHasInit, kCodes, kTiles, kNumCols>(strip, a, a.count, [&](int sub, auto& dots) LAMINA_LAMBDA {
     LAMINA_UNROLL
     for (int t = 0; t < kTiles; ++t) {
       const F32x16 scale = load_f32(entry<kTiles>(strip.scales, sub, t));
@@ -119,14 +36,14 @@ static void blocked_block32(const Strip<kTiles>& strip, const BlockedArgs& a) {
       for (int c = 0; c < kNumCols; ++c) {
         const uint8_t* at = a.act + (sub * kNumCols + c) * 4;
         const F32x16 both = mul(scale, broadcast_f32(at + block32::kScales * kNumCols));
-        acc[c][t] = fma(to_float(dots[c][t].finish()), both, acc[c][t]);
+        acc[c][t] = fma(to_float(dot_of(dots, c, t)), both, acc[c][t]);
         if constexpr (kHasMin) {
           const F32x16 sum = broadcast_f32(at + block32::kSums * kNumCols);
           acc[c][t] = fma(load_f32(entry<kTiles>(mins, sub, t)), sum, acc[c][t]);
         }
       }
     }
-  }
+  });
   store_sums<kTiles, kNumCols>(a.sums, acc);
 }
 
@@ -166,20 +83,17 @@ static void blocked_super(const Strip<kTiles>& strip, const BlockedArgs& a) {
     LAMINA_UNROLL
     for (int t = 0; t < kTiles; ++t) dots_scaled[c][t] = zero_f32();
   }
-  for (int index = 0; index < kSuperCols / kScaleGroup; ++index) {
-    Grid<Dot<kCodes>, kTiles, kNumCols> dots;
-    if (kScaleGroup == 32 || index % 2 == 0) fetch_ahead<kTiles>(a, index * kScaleGroup / 32);
-    start_dots<kHasInit, kCodes, kTiles, kNumCols>(a, index, dots);
-    add_groups<kCount, kCodes, kTiles, kNumCols>(strip, a.act, index * kCount, dots);
+  constexpr int kDots = kSuperCols / kScaleGroup;
+  each_dot<kCount, kHasInit, kCodes, kTiles, kNumCols>(strip, a, kDots, [&](int index, auto& dots) LAMINA_LAMBDA {
     LAMINA_UNROLL
     for (int t = 0; t < kTiles; ++t) {
       const F32x16 scale = load_f32(entry<kTiles>(strip.scales, index, t));
       LAMINA_UNROLL
       for (int c = 0; c < kNumCols; ++c) {
-        dots_scaled[c][t] = fma(to_float(dots[c][t].finish()), scale, dots_scaled[c][t]);
+        dots_scaled[c][t] = fma(to_float(dot_of(dots, c, t)), scale, dots_scaled[c][t]);
       }
     }
-  }
+  });
   finish_supers<false, kHasMin ? 4 : 0, super256::kPairs32, kTiles, kNumCols>(strip, a, dots_scaled);
 }
 
@@ -214,14 +128,8 @@ static void blocked_super_integers(const Strip<kTiles>& strip, const BlockedArgs
 
 template <bool kHasMin, bool kHasInit, bool kNegative, Codes kCodes, int kTiles, int kNumCols>
 static void blocked_fold(const Strip<kTiles>& strip, const BlockedArgs& a) {
-  Grid<Dot<kCodes>, kTiles, kNumCols> dots;
-  start_dots<kHasInit, kCodes, kTiles, kNumCols>(a, 0, dots);
-  for (int group = 0; group < kSuperCols / 4; group += kGroups) {
-    fetch_ahead<kTiles>(a, group / kGroups);
-    add_groups<kGroups, kCodes, kTiles, kNumCols>(strip, a.act, group, dots);
-  }
   Grid<F32x16, kTiles, kNumCols> totals;
-  convert_dots<kCodes, kTiles, kNumCols>(dots, totals);
+  whole_dots<kHasInit, kCodes, kTiles, kNumCols>(strip, a, totals);
   finish_supers<kNegative, kHasMin ? 8 : 0, super256::kPairs16, kTiles, kNumCols>(strip, a, totals);
 }
 

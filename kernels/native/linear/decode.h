@@ -83,12 +83,15 @@ constexpr int num_min_pairs() {
   return kSuperCols / format_of(kType).scale_group / 2;
 }
 
-// The plane of initial accumulator values that centres the codes of a type on this ISA; 0 where none is needed.
+// The plane of initial accumulator values that centres the codes of a type on this ISA; 0 where none is needed, as where
+// strips hold centred codes.
 constexpr int block_init_plane(const Format& f) {
+  if (kUsesTiles) return 0;
   if (f.is_signed) return kSignedBias == 0 ? 0 : block32::kInit128;
   return f.offset == 8 ? block32::kInit8 : f.offset == 16 ? block32::kInit16 : 0;
 }
 constexpr int super_init_plane(const Format& f) {
+  if (kUsesTiles) return 0;
   if (f.is_signed) return kSignedBias == 0 ? 0 : super256::kInit128;
   return f.offset == 4 ? super256::kInit4 : f.offset == 32 ? super256::kInit32 : 0;
 }

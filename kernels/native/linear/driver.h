@@ -20,7 +20,9 @@ constexpr auto direct_kernel() {
 
 template <int kType, int... kIndex>
 constexpr TypeKernels make_kernels(std::integer_sequence<int, kIndex...>) {
-  if constexpr (format_of(kType).kind == Kind::kNone) return {};
+  constexpr Kind kind = format_of(kType).kind;
+  if constexpr (kind == Kind::kNone || (kUsesTiles && kind == Kind::kDense)) return {};
+  else if constexpr (kUsesTiles) return {{}, &multiply_panel<kType>};
   else return {{direct_kernel<kType, kIndex + 1>()...}, &multiply_panel<kType>};
 }
 
@@ -66,14 +68,15 @@ static void quantise_share(const Activations& acts, const ActivationNeeds& needs
   const int64_t units = static_cast<int64_t>(acts.num_groups) * supers;
   const int64_t end = units * (region.thread + 1) / region.num_threads;
   for (int64_t unit = units * region.thread / region.num_threads; unit < end; ++unit) {
-    const ColGroup group = col_group(acts.num_cols, acts.num_groups, static_cast<int>(unit / supers));
+    const ColGroup group = column_group(acts, static_cast<int>(unit / supers));
     const int super = static_cast<int>(unit % supers);
     const int left = acts.cols - super * kSuperCols;
     const int num_subs = (left < kSuperCols ? left : kSuperCols) / kSubCols;
     const GroupActivations block = group_activations(acts, Kind::kBlock32, group);
     const GroupActivations whole = group_activations(acts, Kind::kSuper, group);
     for (int c = 0; c < group.num_cols; ++c) {
-      const float* x = acts.x + (group.first_col + c) * acts.ldx + super * kSuperCols;
+      const int row = group.first_col + c < acts.num_rows ? group.first_col + c : acts.num_rows - 1;
+      const float* x = acts.x + row * acts.ldx + super * kSuperCols;
       if (needs.block32) {
         quantise_block32(x, num_subs, group.num_cols, c, needs,
                          const_cast<uint8_t*>(block.begin) + super * block.stride_bytes);
@@ -169,9 +172,10 @@ static void run_blocked(const LinearArgs& a, const TileRun& run, const Activatio
       kTable.of_type[pair[i]->type].panel(panel);
     }
     for (int g = 0; g < acts.num_groups; ++g) {
-      const ColGroup group = col_group(acts.num_cols, acts.num_groups, g);
+      const ColGroup group = column_group(acts, g);
       // Column by column: a column's tiles are neighbours in `out`, its next column lies on another page.
-      for (int c = 0; c < group.num_cols; ++c) {
+      const int rows_left = acts.num_rows - group.first_col;
+      for (int c = 0; c < group.num_cols && c < rows_left; ++c) {
         for (int t = 0; t < count; ++t) {
           const int64_t at = sums_offset(panel, group, c, t);
           finish_tile(a, run, tile + t, first_row + group.first_col + c, sums[0] + at, sums[1] + at);
@@ -194,7 +198,7 @@ static void multiply_share(const LinearArgs& a, const Activations& acts, int fir
     const int high = end - tiles_before < tiles ? end - tiles_before : tiles;
     if (low < high) {
       const TileRun run{&a.parts[p], gated ? &a.parts[1] : nullptr, low, high - low, out_begin};
-      if (acts.num_groups == 1 && acts.num_cols <= kDirectCols) run_direct(a, run, acts, first_row);
+      if (!kUsesTiles && acts.num_groups == 1 && acts.num_cols <= kDirectCols) run_direct(a, run, acts, first_row);
       else run_blocked(a, run, acts, first_row);
     }
     tiles_before += tiles;
@@ -209,14 +213,16 @@ void run(const LinearArgs& a, const Region& region) {
   const int num_blocks = (a.num_rows + kMaxBlockCols - 1) / kMaxBlockCols;
   for (int block = 0; block < num_blocks; ++block) {
     const ColGroup rows = col_group(a.num_rows, num_blocks, block);
-    const int num_groups = rows.num_cols <= kDirectCols ? 1 : (rows.num_cols + kGroupCols - 1) / kGroupCols;
-    const int64_t block32_bytes = align_line(rows.num_cols * num_supers(cols) * block32::kBytes);
+    const int num_cols = (rows.num_cols + kColUnit - 1) / kColUnit * kColUnit;
+    const int num_groups = num_cols <= kDirectCols ? 1 : (num_cols + kGroupCols - 1) / kGroupCols;
+    const int64_t block32_bytes = align_line(num_cols * num_supers(cols) * block32::kBytes);
     const Activations acts{a.scratch,
                            a.scratch + (needs.block32 ? block32_bytes : 0),
                            a.x + rows.first_col * a.ldx,
                            a.ldx,
                            cols,
                            rows.num_cols,
+                           num_cols,
                            num_groups};
     if (needs.block32 || needs.super) {
       if (block != 0) region.barrier(region.context);  // the block before still reads the scratch
@@ -225,6 +231,7 @@ void run(const LinearArgs& a, const Region& region) {
     }
     multiply_share(a, acts, rows.first_col, region);
   }
+  release_tiles();
 }
 
 }  // namespace lamina::LAMINA_LINEAR_NS

@@ -10,6 +10,10 @@
 #include "quantise.h"
 #include "direct.h"
 #include "strip.h"
+#include "dots.h"
+#if defined(LAMINA_LINEAR_AMX)
+#include "dots_amx.h"
+#endif
 #include "blocked.h"
 #include "epilogue.h"
 #include "panel.h"

@@ -14,9 +14,15 @@ struct Activations {
   const float* x;  // first row of the block
   int64_t ldx;
   int cols;  // in_features
-  int num_cols;
+  int num_rows;
+  int num_cols;  // the rows, and repetitions of the last up to a multiple of kColUnit
   int num_groups;
 };
+
+LAMINA_INLINE ColGroup column_group(const Activations& acts, int index) {
+  const ColGroup units = col_group(acts.num_cols / kColUnit, acts.num_groups, index);
+  return {units.first_col * kColUnit, units.num_cols * kColUnit};
+}
 
 // Where a group's activations begin, and how far apart its superblocks (chunks of a float type) are.
 struct GroupActivations {
@@ -104,7 +110,7 @@ LAMINA_INLINE void multiply_strip(const PanelArgs& a, int first_tile, int step, 
   constexpr Kind kind = format_of(kType).kind;
   const Activations& acts = *a.acts;
   const bool is_last_step = (step + 1) * Step<kType>::kCols >= acts.cols;
-  const ColGroup group = col_group(acts.num_cols, acts.num_groups, index);
+  const ColGroup group = column_group(acts, index);
   const GroupActivations act = group_activations(acts, kind, group);
   const int64_t weight_share = Step<kType>::kBytes * static_cast<int64_t>(index) / acts.num_groups / kLine * kLine;
   const BlockedArgs args{
@@ -122,13 +128,14 @@ LAMINA_INLINE void multiply_strip(const PanelArgs& a, int first_tile, int step, 
   };
   const auto& strip = *reinterpret_cast<const Strip<kTiles>*>(storage);
   if (group.num_cols == kGroupCols) return blocked_tile<kType, kTiles, kGroupCols>(strip, args);
-  if (group.num_cols == kGroupCols - 1) return blocked_tile<kType, kTiles, kGroupCols - 1>(strip, args);
-  blocked_tile<kType, kTiles, kGroupCols - 2>(strip, args);
+  if (group.num_cols == kGroupCols - kColUnit) return blocked_tile<kType, kTiles, kGroupCols - kColUnit>(strip, args);
+  blocked_tile<kType, kTiles, kGroupCols - 2 * kColUnit>(strip, args);
 }
 
 template <int kType>
 static void multiply_panel(const PanelArgs& a) {
   alignas(64) uint8_t storage[kPanelStrips][sizeof(Strip<kStripTiles>)];
+  configure_tiles<kType>(column_group(*a.acts, 0).num_cols);
   int64_t offset = 0;
   int step = 0;
   for (int cols_left = a.acts->cols; cols_left > 0; cols_left -= Step<kType>::kCols, ++step) {

@@ -84,9 +84,9 @@ inline void with_type(int type, Visit visit) {
   }
 }
 
-// What an ISA keeps signed codes biased by: AVX-512's vpdpbusd takes unsigned weights.
+// What an ISA keeps signed codes biased by: AVX-512's vpdpbusd takes unsigned weights, and AMX shares its layout.
 constexpr uint8_t stored_bias(Isa isa, const Format& f) {
-  return isa == Isa::kAvx512Vnni && f.is_signed && f.table == Table::kNone ? 128 : 0;
+  return (isa == Isa::kAvx512Vnni || isa == Isa::kAmx) && f.is_signed && f.table == Table::kNone ? 128 : 0;
 }
 
 }  // namespace lamina::LAMINA_LINEAR_NS

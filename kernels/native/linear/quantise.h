@@ -36,10 +36,10 @@ LAMINA_INLINE void put(uint8_t* p, Value value) {
   __builtin_memcpy(p, &value, sizeof value);
 }
 
-// Spread the codes of one column over [groups][num_cols][4].
+// Spread the codes of one column over [groups][num_cols][4], or copy them to [num_cols][256].
 LAMINA_INLINE void scatter_codes(const int8_t* codes, int count, int num_cols, int col, uint8_t* out) {
-  if (num_cols == 1) {
-    __builtin_memcpy(out, codes, count);
+  if (kUsesTiles || num_cols == 1) {
+    __builtin_memcpy(out + col * kSuperCols, codes, count);
     return;
   }
   for (int g = 0; g < count / 4; ++g) __builtin_memcpy(out + (g * num_cols + col) * 4, codes + 4 * g, 4);

@@ -22,6 +22,14 @@ LAMINA_INLINE Member* entry(Member* first, int i, int tile) {
   return first + (i * kTiles + tile) * (kLine / static_cast<int>(sizeof(Member)));
 }
 
+// Codes as the blocked kernels want them. tiles_amx.h has its own.
+#if !defined(LAMINA_LINEAR_AMX)
+template <int kType>
+LAMINA_INLINE U8x64 strip_codes(U8x64 codes) {
+  return codes;
+}
+#endif
+
 template <int kType, int kTiles>
 static void unpack_block32(const uint8_t* super, int num_subs, int tile, Strip<kTiles>& strip) {
   constexpr Format f = format_of(kType);
@@ -30,7 +38,7 @@ static void unpack_block32(const uint8_t* super, int num_subs, int tile, Strip<k
     U8x64 codes[kGroups];
     decode_sub<kType>(data, codes);
     LAMINA_UNROLL
-    for (int g = 0; g < kGroups; ++g) store_u8(entry<kTiles>(strip.codes, sub * kGroups + g, tile), codes[g]);
+    for (int g = 0; g < kGroups; ++g) store_u8(entry<kTiles>(strip.codes, sub * kGroups + g, tile), strip_codes<kType>(codes[g]));
     store_f32(entry<kTiles>(strip.scales, sub, tile), block_scale<kType>(super, sub));
     if constexpr (f.has_min) {
       float* mins = reinterpret_cast<float*>(strip.mins);
@@ -69,7 +77,7 @@ static void unpack_super(const uint8_t* super, int, int tile, Strip<kTiles>& str
       LAMINA_UNROLL
       for (int i = 0; i < kGroups / kPerSub; ++i) {
         const int g = part * kGroups / kPerSub + i;
-        U8x64 group = codes[g];
+        U8x64 group = strip_codes<kType>(codes[g]);
         if constexpr (f.kind == Kind::kFold) group = fold_scale<kType>(group, scale);
         store_u8(entry<kTiles>(strip.codes, sub * kGroups + g, tile), group);
       }

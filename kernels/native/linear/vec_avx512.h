@@ -14,10 +14,17 @@ using F32x16 = __m512;
 using Act4 = __m512i;   // 4 activations, repeated for every row
 using Pairs = __m512i;  // int16 [16][2]
 
+#if defined(LAMINA_LINEAR_AMX)
+constexpr int kSignedBias = 0;   // tiles multiply signed codes
+constexpr int kDirectCols = 8;   // products of few rows are left to AVX-512
+constexpr int kStripTiles = 1;   // one tile register: 16 rows
+constexpr int kGroupCols = 16;   // by 16 columns
+#else
 constexpr int kSignedBias = 128;  // signed codes are kept as code + 128: vpdpbusd takes unsigned weights
 constexpr int kDirectCols = 8;    // most columns that the direct kernels take
 constexpr int kStripTiles = 2;    // tiles of 16 rows in one register tile of the blocked kernels
 constexpr int kGroupCols = 6;     // columns in it
+#endif
 constexpr int kDotCols = 1;       // columns whose dot products the direct kernels compute side by side
 constexpr bool kIntegerScales = false;  // decode.h
 
@@ -44,7 +51,7 @@ LAMINA_INLINE U8x64 join(U8x64 low, U8x64 plane) {
 // table[v] + kSignedBias.
 LAMINA_INLINE U8x64 lookup(const int8_t* table, U8x64 v) {
   const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
-  const __m128i biased = _mm_xor_si128(raw, _mm_set1_epi8(static_cast<char>(0x80)));
+  const __m128i biased = _mm_xor_si128(raw, _mm_set1_epi8(static_cast<char>(kSignedBias)));
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(biased), v);
 }
 

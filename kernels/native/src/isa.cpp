@@ -22,6 +22,10 @@ extern const OpTable kTable;
 namespace isa_neon {
 extern const OpTable kTable;
 }
+namespace isa_amx {
+bool is_granted();
+bool probe();
+}
 
 const OpTable* op_table(Isa isa) {
   switch (isa) {
@@ -31,6 +35,9 @@ const OpTable* op_table(Isa isa) {
 #endif
 #if LAMINA_HAVE_AVX512
     case Isa::kAvx512Vnni: return &isa_avx512::kTable;
+#endif
+#if LAMINA_HAVE_AMX
+    case Isa::kAmx: return &isa_avx512::kTable;
 #endif
 #if LAMINA_HAVE_NEON
     case Isa::kNeon: return &isa_neon::kTable;
@@ -45,7 +52,10 @@ namespace {
 bool claims(Isa isa) {
 #if defined(__x86_64__)
   if (isa == Isa::kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (isa == Isa::kAvx512Vnni) {
+#if LAMINA_HAVE_AMX
+  if (isa == Isa::kAmx && !isa_amx::is_granted()) return false;
+#endif
+  if (isa == Isa::kAvx512Vnni || isa == Isa::kAmx) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
@@ -75,7 +85,11 @@ bool run_guarded(bool (*probe)()) { return probe(); }
 
 bool isa_works(Isa isa) {
   const OpTable* table = op_table(isa);
-  return table != nullptr && claims(isa) && run_guarded(table->probe);
+  if (table == nullptr || !claims(isa) || !run_guarded(table->probe)) return false;
+#if LAMINA_HAVE_AMX
+  if (isa == Isa::kAmx) return run_guarded(isa_amx::probe);
+#endif
+  return true;
 }
 
 }  // namespace lamina

@@ -73,8 +73,8 @@ class CpuBackend(LedgerBackend):
     """See the module docstring.
 
     `threads`: None for every usable core, as far as a team goes. `max_memory_bytes` caps what is allocated, scratch
-    included. `pin` binds each thread to a core. `isa`: "scalar", "avx2", "avx512" or "neon"; None asks LAMINA_CPU_ISA,
-    else the best that works.
+    included. `pin` binds each thread to a core. `isa`: "scalar", "avx2", "avx512", "amx" or "neon"; None asks
+    LAMINA_CPU_ISA, else the best that works.
     Raises Unsupported if the native library is not built, InvalidConfig for an `isa` or `threads` that cannot be.
     """
 

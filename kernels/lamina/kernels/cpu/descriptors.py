@@ -14,12 +14,13 @@ Fields = list[tuple[str, type]]
 
 
 class Isa(IntEnum):
-    """Instruction sets, best last within an architecture."""
+    """Instruction sets, best last within an architecture. AMX is AVX512 with tile registers for products of many rows."""
 
     SCALAR = 0
     AVX2 = 1
     AVX512 = 2
     NEON = 3
+    AMX = 4
 
 
 class OpKind(IntEnum):

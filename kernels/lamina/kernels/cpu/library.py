@@ -111,7 +111,7 @@ def working_isas() -> tuple[Isa, ...]:
 
 
 def choose_isa(wanted: str | None) -> Isa:
-    """The best working instruction set, or the one `wanted` names ("scalar", "avx2", "avx512", "neon").
+    """The best working instruction set, or the one `wanted` names ("scalar", "avx2", "avx512", "amx", "neon").
 
     Raises InvalidConfig for another name, or for a set that this machine or build cannot run.
     """

@@ -7,7 +7,8 @@
 namespace lamina {
 
 // Instruction sets that kernels are compiled for, each in its own translation unit with its own flags.
-enum class Isa : int { kScalar = 0, kAvx2 = 1, kAvx512Vnni = 2, kNeon = 3 };
+// kAmx is kAvx512Vnni with tile registers for products of many rows.
+enum class Isa : int { kScalar = 0, kAvx2 = 1, kAvx512Vnni = 2, kNeon = 3, kAmx = 4 };
 
 // The calling thread's place in a parallel region. Every thread of the region calls the same function with the same
 // arguments; work is divided by `thread` of `num_threads`, and `barrier` waits for all of them.
