@@ -6,6 +6,8 @@ A `Buffer` is memory plus a shape whose leading dimension may be symbolic: `Exte
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +27,14 @@ class DType(Enum):
     U8 = "u8"
     Q8_0 = "q8_0"
 
-    @property
+    @cached_property
     def host_dtype(self) -> np.dtype[np.generic]:
         """The numpy type of host values; bf16 travels as its 16 bits. Raises ValueError for Q8_0."""
         if self not in _HOST_DTYPES:
             raise ValueError(f"{self.value} is a type of KV caches, not of buffers")
         return _HOST_DTYPES[self]
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes of an element. Raises ValueError for Q8_0."""
         return self.host_dtype.itemsize
@@ -56,15 +58,14 @@ class Extent(Enum):
     LOGIT_ROWS = "logit_rows"
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(NamedTuple):
     """The run-time sizes of one step: token rows, sequences, and rows whose logits are wanted."""
 
     num_rows: int
     num_seqs: int
     num_logit_rows: int
 
-    def count(self, extent: Extent, fixed: int) -> int:
+    def rows_in_force(self, extent: Extent, fixed: int) -> int:
         """Rows in force for a buffer of this extent; `fixed` is its leading dimension."""
         match extent:
             case Extent.FIXED:

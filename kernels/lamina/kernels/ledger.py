@@ -15,6 +15,8 @@ from lamina.kernels.buffer import Buffer, DType, HostTensor, KvCache, StepShape,
 from lamina.kernels.ops import ALL_OPS, Args, LaunchError, OpSpec
 from lamina.kernels.recording import RecordingBackend, operand_rows
 
+_ALLOCATED = (Buffer, Weight, KvCache)  # a union in the expression would be made anew for every operand
+
 
 class MemoryLedger:
     """Live allocations by the identity of their storage."""
@@ -40,7 +42,7 @@ class MemoryLedger:
     def require_live(self, what: str, operands: Iterable[object]) -> None:
         """Raise LaunchError if a buffer, weight or cache among `operands` is not live here."""
         for operand in operands:
-            if isinstance(operand, Buffer | Weight | KvCache) and id(operand.storage) not in self._live:
+            if isinstance(operand, _ALLOCATED) and id(operand.storage) not in self._live:
                 raise LaunchError(f"{what}: {type(operand).__name__} was freed, or belongs to another backend")
 
 

@@ -91,11 +91,11 @@ def operand_rows(op: OpSpec, args: Args, shape: StepShape) -> int:
     written = args.get("out", args.get("x", args.get("k")))
     if not isinstance(written, Buffer):
         raise LaunchError(f"{op.name}: no operand gives its rows")
-    num_rows = shape.count(written.extent, written.shape[0])
+    num_rows = shape.rows_in_force(written.extent, written.shape[0])
     for name, value in args.items():
         if not isinstance(value, Buffer):
             continue
-        needed = shape.count(value.extent, 0)
+        needed = shape.rows_in_force(value.extent, 0)
         if name in _PER_ROW and not (name == "x" and op.name == "gather_rows"):
             needed = max(needed, num_rows)
         if op.name == "attention" and name == "row_starts":

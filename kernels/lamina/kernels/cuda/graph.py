@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from lamina.kernels.backend import Graph
 from lamina.kernels.buffer import Buffer, Extent, StepShape
@@ -11,8 +13,7 @@ from lamina.kernels.ops import Args, OpSpec
 MAX_GRAPH_ROWS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Sizes that a recording's grids are made for; `one_row_each`: every sequence has one row (decode)."""
 
     rows: int
@@ -33,6 +34,7 @@ class LargestStep:
         return shape.num_rows <= self.rows and shape.num_seqs <= self.seqs and shape.num_logit_rows <= self.logit_rows
 
 
+@lru_cache(maxsize=1024)  # every step asks, and most are like the one before
 def bucket_of(shape: StepShape, max_byte_rows: int) -> Bucket | None:
     """The bucket of a step, or None if it is too large to be worth a recording of its own.
 

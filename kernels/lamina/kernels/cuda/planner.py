@@ -96,7 +96,7 @@ class Planner:
         """The rows in force for a buffer of this extent."""
         if buffer.extent is Extent.FIXED:
             return Rows(buffer.shape[0], self.workspace.constant(buffer.shape[0]))
-        capacity = self.shape.count(buffer.extent, 0)
+        capacity = self.shape.rows_in_force(buffer.extent, 0)
         return Rows(capacity, self.counts_address() + 4 * _COUNT_INDEX[buffer.extent])
 
     def counts_address(self) -> int:
