@@ -14,7 +14,7 @@ Fields = list[tuple[str, type]]
 
 
 class Isa(IntEnum):
-    """Instruction sets, best last within an architecture. AMX is AVX512 with tile registers for products of many rows."""
+    """Instruction sets, best last within an architecture. AMX is AVX512 with tile registers for many rows."""
 
     SCALAR = 0
     AVX2 = 1
