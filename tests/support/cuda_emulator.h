@@ -323,6 +323,9 @@ inline u32 float_to_bf16(float value) {
     return (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
 }
 inline u32 pack_halves(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
+inline u32 exp2_halves(u32 x) {
+    return pack_halves(std::exp2(half_to_float(x & 0xffff)), std::exp2(half_to_float(x >> 16)));
+}
 inline u32 pack_bf16s(float low, float high) { return float_to_bf16(low) | float_to_bf16(high) << 16; }
 
 inline u32 multiply_halves(u32 a, u32 b) {

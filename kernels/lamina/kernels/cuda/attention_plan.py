@@ -14,7 +14,7 @@ from lamina.kernels.cuda.programs import program
 from lamina.kernels.cuda.workspace import MAX_SPLITS, max_attention_parts
 
 TILE_QUERIES = 16
-MANY_WARPS, STAGES = 8, 2  # as in attention_many.cu
+STAGES = 2  # as in attention_many.cu
 PLAIN_WARPS = 4
 LARGEST_TILE_DIM = 256  # beyond, a warp's registers do not hold its queries and outputs
 _ALL = 1 << 30
@@ -67,9 +67,15 @@ def few_warps(value_dim: int) -> int:
     return 8 if value_width(value_dim) <= 128 else 4
 
 
-def stage_pages(cache: KvCache) -> int:
-    """Pages that `attend_many` brings in at a time."""
-    return 4 if key_width(cache.key_dim) + value_width(cache.value_dim) <= 256 else 2
+def many_shape(cache: KvCache) -> tuple[int, int, int]:
+    """Of an `attend_many` block: its queries, its warps, the pages that it brings in at a time.
+
+    The larger the heads, the fewer queries a warp's registers hold, and the fewer pages a block's shared memory.
+    """
+    width = max(key_width(cache.key_dim), value_width(cache.value_dim))
+    if width <= 64:
+        return 128, 4, 4
+    return (64, 4, 2) if width <= 128 else (128, 8, 2)
 
 
 def choose_splits(num_units: int, num_multiprocessors: int) -> int:
@@ -135,15 +141,15 @@ def _plan_few(
 
 def _plan_many(planner: Planner, args: AttentionArgs, rows: Rows, few_queries: int, target: tuple[int, ...]) -> None:
     cache = args.cache
-    tiles = ceil_div(rows.capacity * args.group, TILE_QUERIES * MANY_WARPS) + planner.shape.num_seqs - 1
-    page_bytes = key_page_bytes(cache.dtype, cache.key_dim) + value_page_bytes(cache.dtype, cache.value_dim)
-    stage_bytes = stage_pages(cache) * page_bytes
-    query_bytes = MANY_WARPS * TILE_QUERIES * (2 * key_width(cache.key_dim) + 16)
-    shared_bytes = stage_bytes + max((STAGES - 1) * stage_bytes, query_bytes)
+    queries, warps, pages = many_shape(cache)
+    blocks = ceil_div(rows.capacity * args.group, queries) + planner.shape.num_seqs - 1
+    stage_bytes = pages * (key_page_bytes(cache.dtype, cache.key_dim) + value_page_bytes(cache.dtype, cache.value_dim))
+    # the queries pass through where the second stage will be, and beyond
+    shared_bytes = stage_bytes + max((STAGES - 1) * stage_bytes, queries * 2 * key_width(cache.key_dim))
     entry = program("attention_many.cu", "attend_many", **_defines(cache))
     problem = _problem(planner, args, 1, few_queries, 0, 0)
-    grid = (tiles, cache.num_kv_heads, 1)
-    planner.call(entry, grid, 32 * MANY_WARPS, *problem, *target, shared_bytes=shared_bytes)
+    grid = (blocks, cache.num_kv_heads, 1)
+    planner.call(entry, grid, 32 * warps, *problem, *target, shared_bytes=shared_bytes)
 
 
 def _plan_plain(planner: Planner, args: AttentionArgs, rows: Rows) -> None:

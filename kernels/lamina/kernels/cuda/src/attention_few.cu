@@ -66,7 +66,7 @@ DEVICE void store_tile(const Tile& tile, Partial& to, int lane, int queries) {
         if (m >= queries) continue;
         if (t == 0) {
             to.highest[m] = tile.highest[h];
-            to.total[m] = tile.total[h];
+            to.total[m] = tile.total[2 * h];
         }
 #pragma unroll
         for (int i = 0; i < VALUE_TILES; i++)
@@ -197,7 +197,7 @@ struct Share {
 DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* scratch, const Share& share,
                             int first_block) {
     __shared__ int is_last;
-    __shared__ Queries queries;
+    __shared__ Queries<16> queries;
     __shared__ float factors[MAX_PARTS][16];
     const int head = blockIdx.y % p.num_kv_heads, count = share.count;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -209,14 +209,20 @@ DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* 
     if (warp < busy_warps) {
         Tile tile;
         tile.start(p, share.first_row, share.first_query, share.queries, lane);
-        tile.load(queries, lane);
+        QueryChunk chunks[KEY_CHUNKS];
+#pragma unroll
+        for (int c = 0; c < KEY_CHUNKS; c++) chunks[c].load(queries, 0, c, lane);
         int page = share.begin + warp, block = first_block;
 #pragma unroll 1
         for (; page < share.end; page += FEW_WARPS) {
             Values values;
             values.load(p, block, head, lane);
-            float s[2][4], candidate[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
-            tile.score([&](int c, int j) { return keys.fragment(c, j, lane); }, s);
+            float s[2][4] = {}, candidate[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
+#pragma unroll
+            for (int c = 0; c < KEY_CHUNKS; c++) {
+#pragma unroll
+                for (int j = 0; j < 2; j++) chunks[c].multiply(keys.fragment(c, j, lane), s[j]);
+            }
             if (page + FEW_WARPS < share.end) {  // under way while this page is worked on
                 block = share.table[page + FEW_WARPS];
                 keys.load(p, block, head, lane);
@@ -225,10 +231,13 @@ DEVICE void attend_few_tile(const Attention& p, const Activations& to, Partial* 
             tile.mask(p, page * PAGE_TOKENS, lane, s);
             Tile::largest(s, candidate);
             tile.raise(candidate);
-            tile.accumulate<false>([&](int c) { return values.fragment(c, lane); }, s,
-                                   share.last_key - page * PAGE_TOKENS, lane);
+            u32 weights[4];
+            tile.weigh<false>(s, weights);
+            const Written written(share.last_key - page * PAGE_TOKENS, lane);
+#pragma unroll
+            for (int c = 0; c < VALUE_TILES / 2; c++)
+                tile.add_values(c, weights, written.of(values.fragment(c, lane)));
         }
-        tile.sum_totals();
         store_tile(tile, scratch[warp], lane, count);
     }
     __syncthreads();

@@ -3,8 +3,23 @@
 // The warps of a block hold different queries of one sequence and KV head and share the pages in shared memory.
 #include "tile.cuh"
 
-constexpr int MANY_WARPS = 8, STAGE_PAGES = KEY_WIDTH + VALUE_WIDTH <= 256 ? 4 : 2;
+// By size of the heads (see `many_shape` in attention_plan.py): tiles of 16 queries of a warp, which all use a fragment of
+// keys or values that it has read, warps of a block, pages that are brought in at a time, blocks of a multiprocessor.
+constexpr int WIDTH = KEY_WIDTH > VALUE_WIDTH ? KEY_WIDTH : VALUE_WIDTH;
+constexpr int WARP_TILES = WIDTH <= 64 ? 2 : 1, MANY_WARPS = WIDTH <= 128 ? 4 : 8;
+constexpr int STAGE_PAGES = WIDTH <= 64 ? 4 : 2, MIN_BLOCKS = WIDTH <= 64 ? 2 : WIDTH <= 128 ? 3 : 1;
+constexpr int WARP_QUERIES = 16 * WARP_TILES, BLOCK_QUERIES = MANY_WARPS * WARP_QUERIES;
 constexpr int STAGE_BYTES = STAGE_PAGES * (KEY_PAGE_BYTES + VALUE_PAGE_BYTES);
+
+// This thread's share of a page into shared memory.
+template <int NUM_BYTES>
+DEVICE void fetch(u8* to, const u8* from) {
+    constexpr int STEP = 16 * 32 * MANY_WARPS;
+    const int first = threadIdx.x * 16;
+#pragma unroll
+    for (int at = 0; at < NUM_BYTES; at += STEP)
+        if (at + STEP <= NUM_BYTES || first < NUM_BYTES - at) copy_async(to + first + at, from + first + at);
+}
 
 // Pages first .. first + STAGE_PAGES - 1 (those before `end`) into shared memory.
 DEVICE void fetch_stage(const Attention& p, u8* stage, const int* table, int first, int end, int head) {
@@ -12,56 +27,70 @@ DEVICE void fetch_stage(const Attention& p, u8* stage, const int* table, int fir
     for (int i = 0; i < STAGE_PAGES; i++) {
         if (first + i >= end) break;
         const int block = table[first + i];
-        const u8* keys = page_at(p.k, block, p.num_kv_heads, head, KEY_PAGE_BYTES);
-        const u8* values = page_at(p.v, block, p.num_kv_heads, head, VALUE_PAGE_BYTES);
         u8* to = stage + i * (KEY_PAGE_BYTES + VALUE_PAGE_BYTES);
-        for (int at = threadIdx.x * 16; at < KEY_PAGE_BYTES; at += blockDim.x * 16) copy_async(to + at, keys + at);
-        for (int at = threadIdx.x * 16; at < VALUE_PAGE_BYTES; at += blockDim.x * 16)
-            copy_async(to + KEY_PAGE_BYTES + at, values + at);
+        fetch<KEY_PAGE_BYTES>(to, page_at(p.k, block, p.num_kv_heads, head, KEY_PAGE_BYTES));
+        fetch<VALUE_PAGE_BYTES>(to + KEY_PAGE_BYTES, page_at(p.v, block, p.num_kv_heads, head, VALUE_PAGE_BYTES));
     }
 }
 
-// IS_WHOLE: all pages of the stage are there, and every query sees all of their keys.
+// Adds the pages of a stage, of which the first is page first_page of the sequence.
+// IS_WHOLE: all of them are there, and every query sees all of their keys.
 template <bool IS_WHOLE>
-DEVICE void add_stage(const Attention& p, Tile& tile, const u8* stage, int first_page, int num_pages, int last_key,
-                      int lane) {
-    float s[STAGE_PAGES][2][4], candidate[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
+DEVICE void add_stage(const Attention& p, const QueryChunk (&chunks)[WARP_TILES][KEY_CHUNKS],
+                      Tile (&tiles)[WARP_TILES], const u8* stage, int first_page, int last_key, int lane) {
+    float s[WARP_TILES][STAGE_PAGES][2][4] = {};
 #pragma unroll
-    for (int i = 0; i < STAGE_PAGES; i++) {
-        if (!IS_WHOLE && i >= num_pages) break;
-        const u8* keys = stage + i * (KEY_PAGE_BYTES + VALUE_PAGE_BYTES);
-        tile.score([&](int c, int j) {
-            Fragment<KV_TYPE> fragment;
-            fragment.load_key(keys, c, j, lane);
-            return fragment.get();
-        }, s[i]);
-        Tile::cap(p, s[i]);
-        if (!IS_WHOLE) tile.mask(p, (first_page + i) * PAGE_TOKENS, lane, s[i]);
-        Tile::largest(s[i], candidate);
+    for (int c = 0; c < KEY_CHUNKS; c++) {
+#pragma unroll
+        for (int i = 0; i < STAGE_PAGES; i++) {
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                Fragment<KV_TYPE> fragment;
+                fragment.load_key(stage + i * (KEY_PAGE_BYTES + VALUE_PAGE_BYTES), c, j, lane);
+                const uint4 numbers = fragment.get();
+#pragma unroll
+                for (int m = 0; m < WARP_TILES; m++) chunks[m][c].multiply(numbers, s[m][i][j]);
+            }
+        }
     }
-    tile.raise(candidate);
+    u32 weights[WARP_TILES][STAGE_PAGES][4];
+#pragma unroll
+    for (int m = 0; m < WARP_TILES; m++) {
+        float candidate[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
+#pragma unroll
+        for (int i = 0; i < STAGE_PAGES; i++) {
+            Tile::cap(p, s[m][i]);
+            if (!IS_WHOLE) tiles[m].mask(p, (first_page + i) * PAGE_TOKENS, lane, s[m][i]);
+            Tile::largest(s[m][i], candidate);
+        }
+        tiles[m].raise(candidate);
+#pragma unroll
+        for (int i = 0; i < STAGE_PAGES; i++) tiles[m].template weigh<IS_WHOLE>(s[m][i], weights[m][i]);
+    }
 #pragma unroll
     for (int i = 0; i < STAGE_PAGES; i++) {
-        if (!IS_WHOLE && i >= num_pages) break;
         const u8* values = stage + i * (KEY_PAGE_BYTES + VALUE_PAGE_BYTES) + KEY_PAGE_BYTES;
-        tile.accumulate<IS_WHOLE>([&](int c) {
+        const Written written(last_key - (first_page + i) * PAGE_TOKENS, lane);
+#pragma unroll
+        for (int c = 0; c < VALUE_TILES / 2; c++) {
             Fragment<KV_TYPE> fragment;
             fragment.load_value(values, c, lane);
-            return fragment.get();
-        }, s[i], last_key - (first_page + i) * PAGE_TOKENS, lane);
+            const uint4 numbers = IS_WHOLE ? fragment.get() : written.of(fragment.get());
+#pragma unroll
+            for (int m = 0; m < WARP_TILES; m++) tiles[m].add_values(c, weights[m][i], numbers);
+        }
     }
 }
 
 DEVICE void write_tile(const Attention& p, Tile& tile, int first_row, int first_query, int queries, int head, int lane,
                        const Activations& to) {
     const int g = lane / 4, t = lane % 4;
-    tile.sum_totals();
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int m = first_query + g + 8 * h;
         if (m >= queries) continue;
         const int row = first_row + m / p.group, query_head = head * p.group + m % p.group;
-        float total = tile.total[h], kept = 1.f;
+        float total = tile.total[2 * h], kept = 1.f;
         if (p.sinks) {
             const float sink = p.sinks[query_head] * LOG2_E, overall = fmaxf(tile.highest[h], sink);
             kept = merge_factor(tile.highest[h], overall);
@@ -83,13 +112,12 @@ DEVICE void write_tile(const Attention& p, Tile& tile, int first_row, int first_
     }
 }
 
-// Grid (tiles of 16 * MANY_WARPS queries of all sequences, KV heads); blocks beyond the last tile do nothing.
-KERNEL __launch_bounds__(32 * MANY_WARPS, 1)
+// Grid (tiles of BLOCK_QUERIES queries of all sequences, KV heads); blocks beyond the last tile do nothing.
+KERNEL __launch_bounds__(32 * MANY_WARPS, MIN_BLOCKS)
 attend_many(const Attention p, const Activations to) {
 #if HAS_HALF_MMA
     DYNAMIC_SHARED(memory);
     grid_release_dependents();
-    constexpr int TILE_QUERIES = 16 * MANY_WARPS;
     const int head = blockIdx.y, num_seqs = *p.num_seqs;
     int index = blockIdx.x, seq = 0, first_row = 0, queries = 0;
     for (;; seq++) {
@@ -99,34 +127,39 @@ attend_many(const Attention p, const Activations to) {
         }
         first_row = p.row_starts[seq];
         queries = (p.row_starts[seq + 1] - first_row) * p.group;
-        const int tiles = queries > p.few_queries ? ceil_div(queries, TILE_QUERIES) : 0;
-        if (index < tiles) {
-            index = tiles - 1 - index;  // the last rows see the most keys: start with them
+        const int blocks = queries > p.few_queries ? ceil_div(queries, BLOCK_QUERIES) : 0;
+        if (index < blocks) {
+            index = blocks - 1 - index;  // the last rows see the most keys: start with them
             break;
         }
-        index -= tiles;
+        index -= blocks;
     }
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int block_query = index * TILE_QUERIES, first_query = block_query + 16 * warp;
-    const int last_query = min(block_query + TILE_QUERIES, queries) - 1;
+    const int block_query = index * BLOCK_QUERIES, first_query = block_query + WARP_QUERIES * warp;
+    const int last_query = min(block_query + BLOCK_QUERIES, queries) - 1;
     const int* table = p.block_table + static_cast<size_t>(seq) * p.table_stride;
     const int begin = first_visible(p, p.positions[first_row + block_query / p.group]) / PAGE_TOKENS;
     const int last_key = p.positions[first_row + last_query / p.group], end = last_key / PAGE_TOKENS + 1;
+    Tile tiles[WARP_TILES];
+#pragma unroll
+    for (int m = 0; m < WARP_TILES; m++) tiles[m].start(p, first_row, first_query + 16 * m, queries, lane);
     // pages that some query of this warp sees
-    const int warp_begin = first_query < queries
-        ? first_visible(p, p.positions[first_row + first_query / p.group]) / PAGE_TOKENS : end;
-    const int warp_end = first_query < queries
-        ? p.positions[first_row + min(first_query + 15, queries - 1) / p.group] / PAGE_TOKENS + 1 : begin;
-    Tile tile;
-    tile.start(p, first_row, first_query, queries, lane);
+    const bool has_queries = first_query < queries;
+    const int warp_begin = has_queries ? first_visible(p, tiles[0].first_position) / PAGE_TOKENS : end;
+    const int warp_end = has_queries ? tiles[WARP_TILES - 1].last_position / PAGE_TOKENS + 1 : begin;
     grid_wait();
     fetch_stage(p, memory, table, begin, end, head);
     copy_async_commit();
     // each warp's own queries, where the second stage will be and beyond
-    Queries& mine = reinterpret_cast<Queries*>(memory + STAGE_BYTES)[warp];
-    mine.load<4>(p, first_row, first_query, max(0, min(16, queries - first_query)), head, lane, 32);
-    __syncthreads();
-    tile.load(mine, lane);
+    Queries<WARP_QUERIES>& mine = reinterpret_cast<Queries<WARP_QUERIES>*>(memory + STAGE_BYTES)[warp];
+    mine.template load<4>(p, first_row, first_query, max(0, min(WARP_QUERIES, queries - first_query)), head, lane, 32);
+    __syncwarp();
+    QueryChunk chunks[WARP_TILES][KEY_CHUNKS];
+#pragma unroll
+    for (int m = 0; m < WARP_TILES; m++) {
+#pragma unroll
+        for (int c = 0; c < KEY_CHUNKS; c++) chunks[m][c].load(mine, 16 * m, c, lane);
+    }
     __syncthreads();
     int parity = 0;
     for (int page = begin; page < end; page += STAGE_PAGES, parity ^= 1) {
@@ -135,15 +168,21 @@ attend_many(const Attention p, const Activations to) {
         copy_async_wait<1>();
         __syncthreads();
         const u8* stage = memory + parity * STAGE_BYTES;
+        // whole: every query of the warp sees all keys of all pages, the tiles being in the order of their positions
+        const bool is_near = tiles[WARP_TILES - 1].is_near(p, page * PAGE_TOKENS);
         if (page + STAGE_PAGES <= warp_begin || page >= warp_end) {
             // no query of this warp sees it
-        } else if (tile.sees_all(p, page * PAGE_TOKENS, STAGE_PAGES)) {
-            add_stage<true>(p, tile, stage, page, STAGE_PAGES, last_key, lane);
+        } else if (is_near && tiles[0].is_after(page * PAGE_TOKENS, STAGE_PAGES)) {
+            add_stage<true>(p, chunks, tiles, stage, page, last_key, lane);
         } else {
-            add_stage<false>(p, tile, stage, page, min(STAGE_PAGES, end - page), last_key, lane);
+            add_stage<false>(p, chunks, tiles, stage, page, last_key, lane);
         }
         __syncthreads();
     }
-    if (first_query < queries) write_tile(p, tile, first_row, first_query, queries, head, lane, to);
+#pragma unroll
+    for (int m = 0; m < WARP_TILES; m++) {
+        const int first = first_query + 16 * m;
+        if (first < queries) write_tile(p, tiles[m], first_row, first, queries, head, lane, to);
+    }
 #endif
 }

@@ -78,6 +78,17 @@ DEVICE float fast_exp2(float x) {
     return value;
 }
 
+// 2^x of two f16.
+DEVICE u32 exp2_halves(u32 x) {
+#if __CUDA_ARCH__ >= 750
+    u32 powers;
+    asm("ex2.approx.f16x2 %0, %1;" : "=r"(powers) : "r"(x));
+    return powers;
+#else
+    return pack_halves(fast_exp2(half_to_float(x & 0xffff)), fast_exp2(half_to_float(x >> 16)));
+#endif
+}
+
 // -- loads of weights: read once, through the read-only path, past the L1 cache
 
 DEVICE void stream_load(u32 (&words)[4], const void* address) {
