@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
-from numpy.typing import NDArray
 
 from lamina.kernels.backend import Unsupported
 from lamina.kernels.buffer import DType, Extent
@@ -46,31 +45,32 @@ def test_upload_and_download_are_exact(computing: Bench, dtype: DType) -> None:
     assert not values[7:].any()
 
 
-def page_locked(bench: Bench, values: NDArray[np.generic]) -> NDArray[np.generic]:
-    """The values in memory that asynchronous copies may use."""
-    if not bench.backend.capabilities.pinned_memory:
-        return values.copy()
-    place = bench.backend.alloc_pinned(values.nbytes).view(values.dtype).reshape(values.shape)
-    place[...] = values
-    return place
-
-
 def test_asynchronous_copies_keep_the_order_of_the_stream(computing: Bench) -> None:
     """B-10: up, within the device, down again, and nobody waits but for the event at the end."""
     backend = computing.backend
     raw = computing.rng.integers(0, 100, (7, 5)).astype(np.int32)
     first, second = (backend.alloc((9, 5), DType.I32) for _ in range(2))
-    found = page_locked(computing, np.zeros((9, 5), np.int32))
+    given, found = backend.host_copy(first), backend.host_copy(second)
+    assert not given.values.any()
     event = backend.create_event() if backend.capabilities.events else None
-    backend.upload_async(first, page_locked(computing, raw))
+    given.values[:7] = raw
+    given.upload(7)
     backend.copy(first, second, 7)
-    backend.download_async(second, found)
+    found.download(9)
     if event is not None:
         backend.record_event(event)
         backend.wait_event(event)
         assert backend.event_done(event)
-    assert np.array_equal(found[:7], raw)
-    assert not found[7:].any()
+    assert np.array_equal(found.values[:7], raw)
+    assert not found.values[7:].any()
+    for copy in (given.upload, given.download):
+        copy(0)
+        with pytest.raises(ValueError, match="10 rows, there are 9"):
+            copy(10)
+    assert np.array_equal(given.values[:7], raw)
+    if backend.capabilities.pinned_memory:
+        with pytest.raises(ValueError, match="has gaps"):
+            backend.host_copy(first.columns(1, 3))
 
 
 def test_parts_and_rows_are_views(computing: Bench) -> None:

@@ -66,24 +66,24 @@ def test_streams_wait_for_each_other(looks: int) -> None:
     """
     one, two = (CudaBackend(device=DeferredDevice(looks)) for _ in range(2))
     source, target = filled(one, 0.0), filled(two, 0.0)
-    found = [two.alloc_pinned(48).view(np.float32).reshape(4, 3) for _ in range(3)]
-    values = [one.alloc_pinned(48).view(np.float32).reshape(4, 3) for _ in range(3)]
+    found = [two.host_copy(target) for _ in range(3)]
+    given = [one.host_copy(source) for _ in range(3)]
     written, taken = one.create_event(), two.create_event()
     for i in range(3):
-        values[i][...] = i + 1
+        given[i].values[...] = i + 1
         if i:
             one.follow(taken)
-        one.upload_async(source, values[i])
+        given[i].upload(4)
         one.record_event(written)
         two.follow(written)
         two.copy_from(one, source, target, 4)
         two.record_event(taken)
-        two.download_async(target, found[i])
-    assert not any(rows[0, 0] in (1, 2, 3) for rows in found), "nothing has run yet"
+        found[i].download(4)
+    assert not any(copy.values[0, 0] in (1, 2, 3) for copy in found), "nothing has run yet"
     while not one.event_done(written):
         pass
     two.synchronize()
-    assert [rows[0].tolist() for rows in found] == [[i + 1.0] * 3 for i in range(3)]
+    assert [copy.values[0].tolist() for copy in found] == [[i + 1.0] * 3 for i in range(3)]
 
 
 class FakeLibrary:

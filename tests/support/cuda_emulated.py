@@ -100,6 +100,21 @@ class _EmulatedGraph:
         self._calls = None
 
 
+class EmulatedTransfer:
+    """Done at once."""
+
+    def __init__(self, there: Bytes, host: Bytes) -> None:
+        assert there.nbytes == host.nbytes
+        self._there = there
+        self._host = host
+
+    def upload(self, num_bytes: int) -> None:
+        self._there[:num_bytes] = self._host[:num_bytes]
+
+    def download(self, num_bytes: int) -> None:
+        self._host[:num_bytes] = self._there[:num_bytes]
+
+
 class EmulatedDevice:
     """See the module docstring. Guard bytes around every memory tell of stray writes when it is released."""
 
@@ -153,11 +168,11 @@ class EmulatedDevice:
     def download(self, span: Span) -> Bytes:
         return self._view(span).copy()
 
-    def upload_async(self, span: Span, values: np.ndarray) -> None:
-        self.upload(span, values.view(np.uint8).reshape(span.num_rows, span.row_bytes))
-
-    def download_async(self, span: Span, target: np.ndarray) -> None:
-        target[...] = self.download(span).view(target.dtype).reshape(target.shape)
+    def transfer(self, span: Span, host: Bytes) -> "EmulatedTransfer":
+        view = self._view(span)
+        there = view.reshape(-1)
+        assert np.shares_memory(view, there), "not contiguous"
+        return EmulatedTransfer(there, host)
 
     def copy(self, source: Span, target: Span) -> None:
         self._view(target)[...] = self._view(source)

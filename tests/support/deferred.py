@@ -8,10 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from lamina.kernels.cuda.device import Bytes, Call, Device, ExecutableGraph, Memory, Span
-from support.cuda_emulated import EmulatedDevice
+from support.cuda_emulated import EmulatedDevice, EmulatedTransfer
 
 
 class _DeferredGraph:
@@ -25,6 +23,20 @@ class _DeferredGraph:
     def destroy(self) -> None:
         self._device.synchronize()
         self._graph.destroy()
+
+
+class _DeferredTransfer(EmulatedTransfer):
+    def __init__(self, device: "DeferredDevice", span: Span, host: Bytes) -> None:
+        at_once = EmulatedDevice.transfer(device, span, host)
+        super().__init__(at_once._there, host)
+        self._device = device
+
+    def upload(self, num_bytes: int) -> None:
+        self._device.defer(lambda: EmulatedTransfer.upload(self, num_bytes))
+
+    def download(self, num_bytes: int) -> None:
+        self._host[:num_bytes] = 0xA5  # whoever reads too early reads this
+        self._device.defer(lambda: EmulatedTransfer.download(self, num_bytes))
 
 
 class _Event:
@@ -68,12 +80,8 @@ class DeferredDevice(EmulatedDevice):
     def capture(self, calls: Sequence[Call]) -> ExecutableGraph:
         return _DeferredGraph(self, super().capture(calls))
 
-    def upload_async(self, span: Span, values: np.ndarray) -> None:
-        self.defer(lambda: EmulatedDevice.upload_async(self, span, values))
-
-    def download_async(self, span: Span, target: np.ndarray) -> None:
-        target.view(np.uint8)[...] = 0xA5  # whoever reads too early reads this
-        self.defer(lambda: EmulatedDevice.download_async(self, span, target))
+    def transfer(self, span: Span, host: Bytes) -> EmulatedTransfer:
+        return _DeferredTransfer(self, span, host)
 
     def copy(self, source: Span, target: Span) -> None:
         self.defer(lambda: EmulatedDevice.copy(self, source, target))

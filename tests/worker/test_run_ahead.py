@@ -274,8 +274,8 @@ def test_stages_of_one_device_hand_over_on_it(new_bench: NewBench, looks: int, k
     expected = converse(whole, scenes(kind), 24)
     assert converse(split, scenes(kind), 24) == expected
     assert split.most_launched == 2
-    downloads = set(split.stages[0]._model._slot._host)  # type: ignore[union-attr]
-    assert downloads == set(), "the first stage has neither sent nor received a hidden state"
+    slot = split.stages[0]._model._slot  # type: ignore[union-attr]
+    assert not {**slot._given, **slot._left}, "the first stage has neither sent nor received a hidden state"
     assert split.queues[0]._tokens == whole.queue._tokens
 
 

@@ -40,7 +40,7 @@ class Capabilities:
     streams: bool = False
     events: bool = False
     pinned_memory: bool = False
-    asynchronous: bool = False  # launches and the `_async` copies return before they are done; events tell when
+    asynchronous: bool = False  # launches and the copies of a `HostCopy` return before they are done; events tell when
     batch_invariant: bool = False  # a token's result does not depend on its company
     kv_dtypes: frozenset[DType] = frozenset({DType.F32})
     compute_dtype: str = "f32"  # that large matrix products multiply in unless `set_compute` says otherwise
@@ -106,6 +106,35 @@ class Event:
     """A point in a stream; backends with real events derive from it."""
 
 
+class HostCopy:
+    """The host's side of a buffer: `values` of its shape and dtype, whose first rows go up and down in stream order.
+
+    On an asynchronous backend they are page-locked, and stay as they are after an upload, or are not there yet after a
+    download, until an event recorded later is done.
+    """
+
+    values: NDArray[np.generic]
+
+    def __init__(self, backend: "Backend", buffer: Buffer) -> None:
+        self._backend = backend
+        self._buffer = buffer
+        self.values = np.zeros(buffer.shape, buffer.dtype.host_dtype)
+
+    def upload(self, num_rows: int) -> None:
+        """Copy the first rows to the buffer's. Raises ValueError for more than there are."""
+        self._check(num_rows)
+        self._backend.upload(self._buffer, self.values[:num_rows])
+
+    def download(self, num_rows: int) -> None:
+        """Copy the buffer's first rows here. Raises ValueError for more than there are."""
+        self._check(num_rows)
+        self.values[:num_rows] = self._backend.download(self._buffer, num_rows)
+
+    def _check(self, num_rows: int) -> None:
+        if not 0 <= num_rows <= len(self.values):
+            raise ValueError(f"transfer of {num_rows} rows, there are {len(self.values)}")
+
+
 class Backend(ABC):
     """One device. See the module docstring for the contract of recording and replay."""
 
@@ -138,19 +167,9 @@ class Backend(ABC):
     def download(self, buffer: Buffer, num_rows: int) -> NDArray[np.generic]:
         """The first rows on the host, in a fresh array; waits for work that writes them."""
 
-    def upload_async(self, buffer: Buffer, values: NDArray[np.generic]) -> None:
-        """Copy host values of the buffer's own dtype into its first rows, in stream order.
-
-        `values` are contiguous in memory of `alloc_pinned` and stay as they are until an event recorded later is done.
-        """
-        self.upload(buffer, values)
-
-    def download_async(self, buffer: Buffer, target: NDArray[np.generic]) -> None:
-        """Copy the first len(target) rows to the host, in stream order: there once an event recorded later is done.
-
-        `target` is contiguous, of the buffer's own dtype, in memory of `alloc_pinned`.
-        """
-        target[...] = self.download(buffer, len(target))
+    def host_copy(self, buffer: Buffer) -> HostCopy:
+        """A host's side for a buffer whose rows lie without gaps. Raises ValueError for another."""
+        return HostCopy(self, buffer)
 
     @abstractmethod
     def copy(self, source: Buffer, target: Buffer, num_rows: int) -> None:

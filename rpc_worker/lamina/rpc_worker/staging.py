@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.kernels.backend import Backend, Event
+from lamina.kernels.backend import Backend, Event, HostCopy
 from lamina.kernels.buffer import Buffer
 from lamina.rpc_worker.arena import Arena, shape_of
 
@@ -27,14 +27,20 @@ class StepTransfers:
         self._is_async = backend.capabilities.asynchronous
         self._event: Event | None = backend.create_event() if self._is_async else None
         self._is_done = True
-        self._host: dict[str, Array] = {}  # by buffer, page-locked; made when first needed
-        self._staged = self._memory(0 if arena.staged is None else 4 * arena.staged.shape[0]).view(np.int32)
+        self._given: dict[str, HostCopy] = {}  # by buffer, made when first needed, as are those of what it left
+        self._left: dict[str, HostCopy] = {}
         self._parts: dict[str, tuple[Array, int]] = {}  # by name: its place here, and where it starts
+        self._staged = None
+        if arena.staged is not None:
+            self._staged = backend.host_copy(arena.staged)
+            self._place_parts(self._staged.values)
+
+    def _place_parts(self, staged: Array) -> None:
         start = 0
-        for item in arena.staged_parts:
+        for item in self._arena.staged_parts:
             end = start + item.rows * item.columns
-            values = self._staged[start:end].view(arena[item.name].dtype.host_dtype).reshape(shape_of(item))
-            self._parts[item.name] = (values, start)
+            part = staged[start:end].view(self._arena[item.name].dtype.host_dtype)
+            self._parts[item.name] = (part.reshape(shape_of(item)), start)
             start = end
 
     def upload_staged(self, values: Mapping[str, Array]) -> None:
@@ -42,32 +48,33 @@ class StepTransfers:
         end = 0
         for name, rows in values.items():
             place, start = self._parts[name]
+            count = len(rows)
             if rows.ndim == 1:
-                place[: len(rows)] = rows
-                end = max(end, start + len(rows))
+                place[:count] = rows
+                end = max(end, start + count)
             else:
-                place[: len(rows), : rows.shape[1]] = rows
-                end = max(end, start + len(rows) * place.shape[1])
-        if self._arena.staged is not None:
-            self._backend.upload_async(self._arena.staged, self._staged[:end])
+                place[:count, : rows.shape[1]] = rows
+                end = max(end, start + count * place.shape[1])
+        if self._staged is not None:
+            self._staged.upload(end)
 
     def upload(self, buffer: Buffer, name: str, values: Array) -> None:
         """The first rows of another buffer of the arena."""
         if not self._is_async:
             self._backend.upload(buffer, values)
             return
-        host = self._host_side(f"{name} in", buffer)[: len(values)]
-        host[...] = values
-        self._backend.upload_async(buffer, host)
+        host, count = self._host_side(self._given, name, buffer), len(values)
+        host.values[:count] = values
+        host.upload(count)
 
     def download(self, buffer: Buffer, name: str, num_rows: int) -> Array:
         """The first rows of a buffer: there once `is_done`, and until the slot is used again."""
         if not self._is_async:
             return self._backend.download(buffer, num_rows)
-        host = self._host_side(f"{name} out", buffer)[:num_rows]
+        host = self._host_side(self._left, name, buffer)
         if num_rows:
-            self._backend.download_async(buffer, host)
-        return host
+            host.download(num_rows)
+        return host.values[:num_rows]
 
     def keep(self, values: Array) -> Array:
         """What `download` gave, for longer than the slot's."""
@@ -91,11 +98,8 @@ class StepTransfers:
             self._backend.wait_event(self._event)
             self._is_done = True
 
-    def _host_side(self, name: str, buffer: Buffer) -> Array:
-        if name not in self._host:
-            num_bytes = int(np.prod(buffer.shape)) * buffer.dtype.itemsize
-            self._host[name] = self._memory(num_bytes).view(buffer.dtype.host_dtype).reshape(buffer.shape)
-        return self._host[name]
-
-    def _memory(self, num_bytes: int) -> NDArray[np.uint8]:
-        return self._backend.alloc_pinned(num_bytes) if self._is_async else np.zeros(num_bytes, np.uint8)
+    def _host_side(self, copies: dict[str, HostCopy], name: str, buffer: Buffer) -> HostCopy:
+        copy = copies.get(name)
+        if copy is None:
+            copy = copies[name] = self._backend.host_copy(buffer)
+        return copy

@@ -19,6 +19,7 @@ from lamina.kernels.backend import (
     GraphDecision,
     GraphError,
     GraphMode,
+    HostCopy,
     KernelChoice,
 )
 from lamina.kernels.buffer import Buffer, DType, Extent, HostTensor, KvCache, StepLimits, StepShape, Weight
@@ -30,6 +31,7 @@ from lamina.kernels.cuda.explain import CardOnPaper
 from lamina.kernels.cuda.formats import PACKED_FORMATS
 from lamina.kernels.cuda.graph import Bucket, CudaGraph, bucket_capacity, bucket_of, largest_step
 from lamina.kernels.cuda.health import open_health
+from lamina.kernels.cuda.host_copy import CudaHostCopy
 from lamina.kernels.cuda.planner import memory_of
 from lamina.kernels.cuda.policy import compute_dtypes, graph_policy, kv_dtypes
 from lamina.kernels.cuda.weights import CudaWeight, plan_weight, store_weight
@@ -128,26 +130,15 @@ class CudaBackend(LedgerBackend):
         raw = self.device.download(_rows(buffer, num_rows))
         return np.ascontiguousarray(raw).view(buffer.dtype.host_dtype).reshape(num_rows, *buffer.shape[1:])
 
-    def upload_async(self, buffer: Buffer, values: NDArray[np.generic]) -> None:
-        self._require_usable("upload", buffer)
-        self._require_transferable("upload", buffer, values)
-        self._settle()
-        self.device.upload_async(_rows(buffer, len(values)), values)
+    def host_copy(self, buffer: Buffer) -> HostCopy:
+        self._require_usable("a copy on the host", buffer)
+        return CudaHostCopy(self.device, buffer, _rows(buffer, buffer.shape[0]), self._before_transfer)
 
-    def download_async(self, buffer: Buffer, target: NDArray[np.generic]) -> None:
-        self._require_usable("download", buffer)
-        self._require_transferable("download", buffer, target)
+    def _before_transfer(self, buffer: Buffer, *, writes: bool) -> None:
+        self._require_usable("a transfer", buffer)
         self._planner.flush()
-        self.device.download_async(_rows(buffer, len(target)), target)
-
-    def _require_transferable(self, what: str, buffer: Buffer, values: NDArray[np.generic]) -> None:
-        is_whole = buffer.row_stride == buffer.num_columns and values.flags.c_contiguous
-        fits = values.dtype == buffer.dtype.host_dtype and values.shape[1:] == buffer.shape[1:]
-        if not (is_whole and fits and len(values) <= buffer.shape[0]):
-            raise ValueError(
-                f"asynchronous {what} of {values.dtype} {list(values.shape)} and a {buffer.dtype.value} buffer of"
-                f" {list(buffer.shape)}, rows {buffer.row_stride} apart: both must be contiguous and of one dtype"
-            )
+        if writes:
+            self._planner.forget()
 
     def _copy(self, source: Buffer, target: Buffer, num_rows: int) -> None:
         self._settle()

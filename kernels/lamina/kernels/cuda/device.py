@@ -87,6 +87,16 @@ class ExecutableGraph(Protocol):
     def destroy(self) -> None: ...
 
 
+class Transfer(Protocol):
+    """Copies the first bytes of one memory to another, in stream order."""
+
+    def upload(self, num_bytes: int) -> None:
+        """To the device; the host's bytes must not change until it is done."""
+
+    def download(self, num_bytes: int) -> None:
+        """To the host."""
+
+
 class Device(Protocol):
     """One GPU and its default stream. All work is ordered by that stream."""
 
@@ -111,11 +121,8 @@ class Device(Protocol):
     def download(self, span: Span) -> Bytes:
         """The span's bytes [num_rows, row_bytes], after the work launched so far."""
 
-    def upload_async(self, span: Span, values: NDArray[np.generic]) -> None:
-        """Page-locked host values into a contiguous span, in stream order; they must not change until then."""
-
-    def download_async(self, span: Span, target: NDArray[np.generic]) -> None:
-        """A contiguous span into page-locked host memory, in stream order."""
+    def transfer(self, span: Span, host: Bytes) -> Transfer:
+        """Between a contiguous span and page-locked host memory as long."""
 
     def copy(self, source: Span, target: Span) -> None:
         """Within the device, same number of rows and bytes."""

@@ -229,6 +229,21 @@ class Driver:
         return (name.value or b"").decode() or f"error {status}"
 
 
+class DriverTransfer:
+    """A place of the device and one in page-locked memory of the host."""
+
+    def __init__(self, driver: Driver, address: int, host_address: int) -> None:
+        self._driver = driver
+        self._address = address
+        self._host_address = host_address
+
+    def upload(self, num_bytes: int) -> None:
+        self._driver.upload(self._address, self._host_address, num_bytes)
+
+    def download(self, num_bytes: int) -> None:
+        self._driver.download(self._host_address, self._address, num_bytes)
+
+
 class DriverEvent:
     """An event of the driver, which goes with the object."""
 

@@ -17,7 +17,6 @@ import numpy as np
 import psutil
 import torch
 from cupy.cuda import nvrtc
-from numpy.typing import NDArray
 
 from lamina.kernels.backend import Unsupported
 from lamina.kernels.buffer import DType
@@ -32,7 +31,7 @@ from lamina.kernels.cuda.device import (
     ProductCall,
     Span,
 )
-from lamina.kernels.cuda.driver import Driver, load_driver
+from lamina.kernels.cuda.driver import Driver, DriverTransfer, load_driver
 from lamina.kernels.cuda.policy import DEPENDENT_LAUNCH, free_bytes, require_supported
 from lamina.kernels.cuda.programs import Program, packing_of, source_text
 from lamina.spec.errors import CapacityExceeded
@@ -134,11 +133,8 @@ class TorchDevice:
         with torch.cuda.stream(self._stream):
             return np.asarray(self._view(span).contiguous().cpu().numpy(), np.uint8)
 
-    def upload_async(self, span: Span, values: NDArray[np.generic]) -> None:
-        self._driver.upload(span.memory.address + span.offset, values.ctypes.data, values.nbytes)
-
-    def download_async(self, span: Span, target: NDArray[np.generic]) -> None:
-        self._driver.download(target.ctypes.data, span.memory.address + span.offset, target.nbytes)
+    def transfer(self, span: Span, host: Bytes) -> DriverTransfer:
+        return DriverTransfer(self._driver, span.memory.address + span.offset, host.ctypes.data)
 
     def copy(self, source: Span, target: Span) -> None:
         if source.contiguous and target.contiguous:
