@@ -6,6 +6,7 @@ from typing import cast
 from lamina.coordinator.cluster import pipeline as module
 from lamina.coordinator.cluster.client import StepsCall, WorkerClient
 from lamina.coordinator.cluster.pipeline import Pipeline
+from lamina.coordinator.mailbox import Mailbox
 from lamina.spec.ids import DeviceId, Epoch, PlacementId, SeqId, StepId, WorkerName
 from lamina.spec.model import LayerRange
 from lamina.spec.placement import Placement, StageSpec
@@ -78,12 +79,17 @@ def test_a_message_is_not_joined_without_end() -> None:
     """Each command but the first that is longer than a batch comes whole, in order."""
 
     async def scene() -> None:
-        outbox = module._Outbox()
+        outbox = Mailbox[bytes]()
         sizes = [3, module._BATCH_BYTES - 3, 1, 2 * module._BATCH_BYTES, 5, 6]
         for size in sizes:
             outbox.put(bytes(size))
-        assert [len(await outbox.take()) for _ in range(4)] == [module._BATCH_BYTES, 1, 2 * module._BATCH_BYTES, 11]
-        waiting = asyncio.create_task(outbox.take())
+        assert [len(await module._next_request(outbox)) for _ in range(4)] == [
+            module._BATCH_BYTES,
+            1,
+            2 * module._BATCH_BYTES,
+            11,
+        ]
+        waiting = asyncio.create_task(module._next_request(outbox))
         await settle()
         assert not waiting.done()
         outbox.put(b"x")
@@ -94,11 +100,11 @@ def test_a_message_is_not_joined_without_end() -> None:
 
 def test_relayed_tokens_are_one_message() -> None:
     async def scene() -> None:
-        outbox = module._Outbox()
+        outbox = Mailbox[bytes]()
         tokens = [SampleToken(Epoch(1), SeqId(i), 4, 7) for i in range(3)]
         for token in tokens:
             outbox.put(module.encode_command(token))
-        request = pb.StepsRequest.FromString(await outbox.take())
+        request = pb.StepsRequest.FromString(await module._next_request(outbox))
         assert [command_from_message(command, 1) for command in request.commands] == tokens
 
     asyncio.run(scene())

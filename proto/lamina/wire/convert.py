@@ -27,6 +27,7 @@ from lamina.spec.step import (
     unpack_ids,
 )
 from lamina.v1 import step_pb2 as pb
+from lamina.wire.delimited import delimited, field_key
 
 _FINISH = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -35,6 +36,8 @@ _FINISH = {
 }
 _REASON: dict[int, FinishReason | None] = {code: reason for reason, code in _FINISH.items()}
 _REASON[pb.FINISH_REASON_UNSPECIFIED] = None
+_PLAN_KEY = field_key(pb.StepCommand.PLAN_FIELD_NUMBER)
+_COMMANDS_KEY = field_key(pb.StepsRequest.COMMANDS_FIELD_NUMBER)
 _NO_DETAILS = (repeat(None), repeat(()), repeat(None), repeat(""))  # what SampledToken has by default
 
 
@@ -42,22 +45,7 @@ def plan_to_message(plan: StepPlan) -> pb.StepPlan:
     """The plan as columns."""
     # Columns are made as lists and handed over whole: appending to a repeated field costs a call into protobuf each.
     seqs, positions, counts, inputs, blocks_by_group, wanted = zip(*plan.slices, strict=True)
-    token_ids: list[bytes] = []
-    from_step: list[int] = []
-    from_row: list[int] = []
-    num_new_blocks: list[int] = []
-    new_blocks: list[int] = []
-    for source in inputs:
-        if isinstance(source, FromSample):
-            from_step.append(source.step + 1)
-            from_row.append(source.row)
-        else:
-            token_ids.append(source.packed)
-            from_step.append(0)
-            from_row.append(0)
-    for blocks in chain.from_iterable(blocks_by_group):
-        num_new_blocks.append(len(blocks))
-        new_blocks += blocks
+    new_blocks = list(chain.from_iterable(blocks_by_group))
     return pb.StepPlan(
         epoch=plan.epoch,
         step=plan.step,
@@ -65,11 +53,11 @@ def plan_to_message(plan: StepPlan) -> pb.StepPlan:
         pos=positions,
         num_tokens=counts,
         want_logits=wanted,
-        token_ids=b"".join(token_ids),
-        from_step=from_step,
-        from_row=from_row,
-        num_new_blocks=num_new_blocks,
-        new_blocks=new_blocks,
+        token_ids=b"".join([source.packed for source in inputs if type(source) is Tokens]),
+        from_step=[source[0] + 1 if type(source) is FromSample else 0 for source in inputs],
+        from_row=[source[1] if type(source) is FromSample else 0 for source in inputs],
+        num_new_blocks=list(map(len, new_blocks)),
+        new_blocks=list(chain.from_iterable(new_blocks)),
         block_copies=[value for copy in plan.block_copies for value in (copy.group, copy.source, copy.target)],
         num_scored=plan.num_scored,
     )
@@ -78,33 +66,29 @@ def plan_to_message(plan: StepPlan) -> pb.StepPlan:
 def plan_from_message(message: pb.StepPlan, num_groups: int) -> StepPlan:
     """The plan; raises InvalidPlan if its columns do not fit each other."""
     # Each column is read once: indexing a repeated field costs a call into protobuf each.
-    seqs = cast(list[SeqId], list(message.seq))
-    positions, counts, wanted = list(message.pos), list(message.num_tokens), list(message.want_logits)
-    from_step, from_row = list(message.from_step), list(message.from_row)
-    ids, block_counts = message.token_ids, list(message.num_new_blocks)
-    blocks = cast(list[BlockId], list(message.new_blocks))
-    where = f"plan of step {message.step}"
-    if len(message.block_copies) % 3:
-        raise InvalidPlan(f"{where}: block copies are not triples")
-    columns = (positions, counts, wanted, from_step, from_row)
-    if any(len(column) != len(seqs) for column in columns) or len(block_counts) != len(seqs) * num_groups:
-        raise InvalidPlan(f"{where}: columns of unequal length")
-    num_given = sum(count for count, step in zip(counts, from_step, strict=True) if step == 0)
-    if len(ids) != num_given * TOKEN_BYTES or len(blocks) != sum(block_counts):
-        num_ids = len(ids) / TOKEN_BYTES
-        raise InvalidPlan(f"{where}: {num_ids:g} token ids and {len(blocks)} blocks do not match the slices")
-    inputs = _inputs(counts, ids, from_step, from_row)
-    new_blocks = _new_blocks(block_counts, blocks, len(seqs), num_groups)
+    seqs, positions, counts = list(message.seq), list(message.pos), list(message.num_tokens)
+    wanted, from_step, from_row = list(message.want_logits), list(message.from_step), list(message.from_row)
+    ids, block_counts, blocks = message.token_ids, list(message.num_new_blocks), list(message.new_blocks)
+    size = len(seqs)
+    if not (
+        len(positions) == len(counts) == len(wanted) == len(from_step) == len(from_row) == size
+        and len(block_counts) == size * num_groups
+    ):
+        raise InvalidPlan(f"plan of step {message.step}: columns of unequal length")
+    inputs, num_bytes = _inputs(counts, ids, from_step, from_row)
+    if num_bytes != len(ids) or len(blocks) != sum(block_counts):
+        found = f"{len(ids) / TOKEN_BYTES:g} token ids and {len(blocks)} blocks"
+        raise InvalidPlan(f"plan of step {message.step}: {found} do not match the slices")
+    new_blocks = _new_blocks(block_counts, cast("list[BlockId]", blocks), size, num_groups)
     slices = tuple(map(from_tuple(SeqSlice), zip(seqs, positions, counts, inputs, new_blocks, wanted, strict=True)))
-    copies = list(message.block_copies)
-    block_copies = tuple(
-        BlockCopy(copies[i], BlockId(copies[i + 1]), BlockId(copies[i + 2])) for i in range(0, len(copies), 3)
-    )
-    return StepPlan(Epoch(message.epoch), StepId(message.step), slices, block_copies, tuple(message.num_scored))
+    copies = _copies(message) if message.block_copies else ()
+    return StepPlan(Epoch(message.epoch), StepId(message.step), slices, copies, tuple(message.num_scored))
 
 
-def _inputs(counts: list[int], ids: bytes, from_step: list[int], from_row: list[int]) -> list[Tokens | FromSample]:
-    """Of every slice: the next `count` of the ids, or the sample that it names."""
+def _inputs(
+    counts: list[int], ids: bytes, from_step: list[int], from_row: list[int]
+) -> tuple[list[Tokens | FromSample], int]:
+    """Of every slice: the next `count` of the ids, or the sample that it names; and the bytes of ids it takes."""
     inputs: list[Tokens | FromSample] = []
     new_tokens, new_sample = from_tuple(Tokens), from_tuple(FromSample)
     start = 0
@@ -115,7 +99,14 @@ def _inputs(counts: list[int], ids: bytes, from_step: list[int], from_row: list[
             end = start + count * TOKEN_BYTES
             inputs.append(new_tokens((ids[start:end],)))
             start = end
-    return inputs
+    return inputs, start
+
+
+def _copies(message: pb.StepPlan) -> tuple[BlockCopy, ...]:
+    copies = list(message.block_copies)
+    if len(copies) % 3:
+        raise InvalidPlan(f"plan of step {message.step}: block copies are not triples")
+    return tuple(BlockCopy(copies[i], BlockId(copies[i + 1]), BlockId(copies[i + 2])) for i in range(0, len(copies), 3))
 
 
 def _new_blocks(
@@ -158,32 +149,35 @@ def _top_to_message(top: tuple[tuple[int, float], ...]) -> pb.TopLogprobs:
 
 def done_from_message(message: pb.StepDone) -> StepDone:
     """The answer; raises InvalidPlan if its columns do not fit each other."""
-    seqs = cast(list[SeqId], list(message.seq))
-    positions, ids = list(message.pos), list(message.token)
-    codes, errors = list(message.finish), list(message.errors)
-    count, num_logprobs = len(seqs), len(message.logprob)
-    if (
-        not len(positions) == len(ids) == len(codes) == count
-        or len(errors) != codes.count(pb.FINISH_REASON_ERROR)
-        or num_logprobs not in (0, count)
-        or len(message.top) != num_logprobs
-        or any(len(top.tokens) != len(top.logprobs) for top in message.top)
-    ):
-        raise InvalidPlan(f"answer to step {message.step}: columns of unequal length")
-    if unknown := set(codes) - _REASON.keys():
-        raise InvalidPlan(f"answer to step {message.step}: finish reason {min(unknown)} is unknown")
+    seqs, positions, ids, codes = list(message.seq), list(message.pos), list(message.token), list(message.finish)
+    if not len(positions) == len(ids) == len(codes) == len(seqs):
+        raise _unequal(message)
     details: Iterable[Iterable[object]] = _NO_DETAILS
-    if num_logprobs or any(codes):
-        details = zip(*_details(message, [_REASON[code] for code in codes]), strict=True)
+    if any(codes) or message.logprob or message.top or message.errors:
+        details = zip(*_details(message, codes), strict=True)
     tokens = tuple(map(from_tuple(SampledToken), zip(seqs, positions, ids, *details, strict=False)))
     return StepDone(Epoch(message.epoch), StepId(message.step), tokens, message.needs_relay, tuple(message.scores))
+
+
+def _unequal(message: pb.StepDone) -> InvalidPlan:
+    return InvalidPlan(f"answer to step {message.step}: columns of unequal length")
 
 
 _Detail = tuple[float | None, tuple[tuple[int, float], ...], FinishReason | None, str]
 
 
-def _details(message: pb.StepDone, finishes: list[FinishReason | None]) -> list[_Detail]:
+def _details(message: pb.StepDone, codes: list[pb.FinishReason]) -> list[_Detail]:
     """(log-probability, likeliest tokens, finish, error) of every token, of an answer in which not all are absent."""
+    if (
+        len(message.errors) != codes.count(pb.FINISH_REASON_ERROR)
+        or len(message.logprob) not in (0, len(codes))
+        or len(message.top) != len(message.logprob)
+        or any(len(top.tokens) != len(top.logprobs) for top in message.top)
+    ):
+        raise _unequal(message)
+    if unknown := set(codes) - _REASON.keys():
+        raise InvalidPlan(f"answer to step {message.step}: finish reason {min(unknown)} is unknown")
+    finishes = [_REASON[code] for code in codes]
     logprobs: list[float] = list(message.logprob) or [math.nan] * len(finishes)
     tops: list[pb.TopLogprobs | None] = [*message.top] or [None] * len(finishes)
     errors = iter(message.errors)
@@ -250,7 +244,12 @@ def command_to_message(command: StepCommand) -> pb.StepCommand:
 
 def encode_command(command: StepCommand) -> bytes:
     """A StepsRequest with this one command, serialised. Several, joined in order, are one StepsRequest of them all."""
-    return pb.StepsRequest(commands=(command_to_message(command),)).SerializeToString()
+    # Not by way of messages: protobuf copies one to put it into another.
+    if type(command) is StepPlan:
+        body = delimited(_PLAN_KEY, plan_to_message(command).SerializeToString())
+    else:
+        body = command_to_message(command).SerializeToString()
+    return delimited(_COMMANDS_KEY, body)
 
 
 def command_from_message(message: pb.StepCommand, num_groups: int) -> StepCommand:

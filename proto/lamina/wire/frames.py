@@ -13,12 +13,12 @@ from lamina.spec.errors import InvalidConfig, InvalidPlan
 from lamina.spec.placement import StageSettings
 from lamina.spec.step import StepPlan
 from lamina.v1 import step_pb2 as pb
+from lamina.wire.delimited import field_key, varint
 
 _CODES = {"f32": pb.FRAME_DTYPE_F32, "bf16": pb.FRAME_DTYPE_BF16, "f16": pb.FRAME_DTYPE_F16}
 _ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
-_LENGTH_DELIMITED = 2  # protobuf's wire type of messages and bytes
-_FRAME_KEY = bytes([pb.FramesRequest.FRAME_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
-_PAYLOAD_KEY = bytes([pb.Frame.PAYLOAD_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+_FRAME_KEY = field_key(pb.FramesRequest.FRAME_FIELD_NUMBER)
+_PAYLOAD_KEY = field_key(pb.Frame.PAYLOAD_FIELD_NUMBER)
 MAX_PAYLOAD_BYTES = 64 * 2**20  # of a frame: 2,048 rows x 8,192 float32 values
 
 
@@ -66,8 +66,8 @@ def encode_frame(plan: StepPlan, hidden_state: NDArray[np.float32], wire_dtype: 
         case _:
             values = _bf16_bits(hidden_state)
     header = pb.Frame(epoch=plan.epoch, step=plan.step, dtype=_CODES[wire_dtype], rows=rows, hidden=hidden)
-    head = header.SerializeToString() + _PAYLOAD_KEY + _varint(values.nbytes)
-    length = _varint(len(head) + values.nbytes)
+    head = header.SerializeToString() + _PAYLOAD_KEY + varint(values.nbytes)
+    length = varint(len(head) + values.nbytes)
     return b"".join((_FRAME_KEY, length, head, np.ascontiguousarray(values).data))
 
 
@@ -109,13 +109,3 @@ def _bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype("<u2")
-
-
-def _varint(value: int) -> bytes:
-    """As protobuf writes lengths: seven bits at a time, the lowest first."""
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)

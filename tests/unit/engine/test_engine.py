@@ -52,6 +52,23 @@ class HandPipeline:
         self.is_closed, self.was_unloaded = True, unload
 
 
+def test_a_prompt_is_on_its_way_before_the_steps_after_it_are_planned() -> None:
+    async def scene() -> None:
+        pipeline = HandPipeline()
+        engine = Engine(Scheduler(BASE), cast(Pipeline, pipeline))
+        engine.start()
+        stream = engine.submit(request(range(1, 5), 8))
+        assert [plan.num_rows for plan in pipeline.plans] == [4]
+        await asyncio.sleep(0)
+        assert [plan.num_rows for plan in pipeline.plans] == [4, 1]
+        stream.close()
+        await engine.close()
+        engine._issue()
+        assert len(pipeline.plans) == 2, "nothing is sent once the engine has ended"
+
+    run(scene)
+
+
 LOSS = WorkerLost("w1 is gone")
 
 

@@ -111,6 +111,7 @@ class InferenceService:
         self.num_active += 1
         ended = False
         try:
+            await asyncio.sleep(0)  # what was submitted leaves for the workers before an answer is prepared
             yield Started()
             if len(choices) == 1:
                 events = self._follow(choices[0], streams[0])

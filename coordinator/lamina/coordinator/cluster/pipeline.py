@@ -4,12 +4,12 @@ Owned by the coordinator's loop. It routes; it decides nothing.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 import grpc
 
 from lamina.coordinator.cluster.client import StepsCall, WorkerClient
+from lamina.coordinator.mailbox import Mailbox
 from lamina.spec.errors import LaminaError, WorkerLost
 from lamina.spec.ids import WorkerName
 from lamina.spec.placement import Placement, StageSettings
@@ -21,30 +21,14 @@ from lamina.wire.status import error_from_name, error_from_rpc
 _BATCH_BYTES = 2**20  # commands are joined until a message has so many; each is far smaller than what gRPC may carry
 
 
-class _Outbox:
-    """Encoded commands that wait to be written to one stage."""
-
-    def __init__(self) -> None:
-        self._commands: deque[bytes] = deque()
-        self._filled = asyncio.Event()
-
-    def put(self, command: bytes) -> None:
-        """One more, at the end."""
-        self._commands.append(command)
-        self._filled.set()
-
-    async def take(self) -> bytes:
-        """The request that carries what waits, in order; waits for something."""
-        await self._filled.wait()
-        commands = self._commands
-        taken = [commands.popleft()]
-        num_bytes = len(taken[0])
-        while commands and num_bytes + len(commands[0]) <= _BATCH_BYTES:
-            taken.append(commands.popleft())
-            num_bytes += len(taken[-1])
-        if not commands:
-            self._filled.clear()
-        return b"".join(taken)
+async def _next_request(outbox: Mailbox[bytes]) -> bytes:
+    """The request that carries what waits in an outbox, in order; waits for something."""
+    taken, commands = [await outbox.get()], outbox.items
+    num_bytes = len(taken[0])
+    while commands and num_bytes + len(commands[0]) <= _BATCH_BYTES:
+        taken.append(commands.popleft())
+        num_bytes += len(taken[-1])
+    return b"".join(taken)
 
 
 class Pipeline:
@@ -68,8 +52,8 @@ class Pipeline:
         self.link_rtts_s = tuple(link_rtts_s)  # of the edges in stage order, when they were opened
         self._workers = [workers[stage.device.worker] for stage in placement.stages]
         self._calls = calls
-        self._outboxes = [_Outbox() for _ in calls]
-        self._answers: asyncio.Queue[StepDone | LaminaError] = asyncio.Queue()
+        self._outboxes: list[Mailbox[bytes]] = [Mailbox() for _ in calls]  # encoded commands
+        self._answers: Mailbox[StepDone | LaminaError] = Mailbox()
         self._last_answered = -1
         self._failure: LaminaError | None = None
         self._tasks = [asyncio.create_task(self._write(i)) for i in range(len(calls))]
@@ -123,7 +107,7 @@ class Pipeline:
             self._relay(done)
         if done.step > self._last_answered:
             self._last_answered = done.step
-            self._answers.put_nowait(done)
+            self._answers.put(done)
 
     def _relay(self, done: StepDone) -> None:
         """The edge from the last stage to stage 0 is down: tokens go through here."""
@@ -139,7 +123,7 @@ class Pipeline:
         call, outbox = self._calls[index], self._outboxes[index]
         try:
             while True:
-                await call.write(await outbox.take())
+                await call.write(await _next_request(outbox))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader sees the same end, with its reason
 
@@ -158,7 +142,7 @@ class Pipeline:
             self._lose(type(error)(f"{self._describe(index)}: {error}"))
 
     def _lose(self, error: LaminaError) -> None:
-        self._answers.put_nowait(error)
+        self._answers.put(error)
 
     def _describe(self, index: int) -> str:
         return f"{self._workers[index].who} (layers {self.placement.stages[index].layers})"

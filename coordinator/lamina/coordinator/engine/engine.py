@@ -9,13 +9,13 @@ cancellation), and a step's answer.
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 
 from lamina.coordinator.cluster.pipeline import Pipeline
 from lamina.coordinator.engine.policy import SchedulerConfig
 from lamina.coordinator.engine.scheduler import Scheduler
 from lamina.coordinator.engine.sequence import RequestId, RequestRecord, SequenceRequest, TokenEvent
+from lamina.coordinator.mailbox import Mailbox
 from lamina.spec.errors import LaminaError, StaleEpoch, Unavailable, WorkerLost, WorkerUnreachable
 from lamina.spec.ids import Epoch, PlacementId
 
@@ -78,15 +78,15 @@ class Engine:
         id_ = self.scheduler.add(request, self._clock())
         stream = TokenStream(self.scheduler.record(id_), self._end_stream)
         self._streams[id_] = stream
-        self._issue()
+        if self._issue_step():
+            asyncio.get_running_loop().call_soon(self._issue)  # what follows, once this step is being written
         return stream
 
     def _end_stream(self, id_: RequestId, finished: bool) -> None:
         del self._streams[id_]
         if not finished:
             self.scheduler.cancel(id_)
-            if self._failure is None:
-                self._issue()
+            self._issue()
 
     def resume(self, pipeline: Pipeline, config: SchedulerConfig) -> None:
         """Go on over another pipeline of a later epoch, if suspended. Requests that no longer fit end with an error."""
@@ -127,12 +127,22 @@ class Engine:
 
     def _issue(self) -> None:
         """Send everything that may be sent now."""
+        while self._issue_step():
+            pass
+
+    def _issue_step(self) -> bool:
+        """Send what may be forgotten, and the next step. False if none may be sent now."""
+        if self._failure is not None:
+            return False
         for removal in self.scheduler.take_removals():
             self._pipeline.remove_sequence(removal)
-        while (issue := self.scheduler.schedule(self._clock())) is not None:
-            for add in issue.adds:
-                self._pipeline.add_sequence(add)
-            self._pipeline.issue(issue.plan)
+        issue = self.scheduler.schedule(self._clock())
+        if issue is None:
+            return False
+        for add in issue.adds:
+            self._pipeline.add_sequence(add)
+        self._pipeline.issue(issue.plan)
+        return True
 
     async def _absorb_forever(self) -> None:
         try:
@@ -163,24 +173,14 @@ class Engine:
             stream.put(error)
 
 
-class TokenStream:
-    """The tokens of one request as they come. Closing it early cancels the request and frees its blocks."""
+class TokenStream(Mailbox[TokenEvent | LaminaError]):
+    """The tokens of one request as they come, or an error. Closing it early cancels the request, frees its blocks."""
 
     def __init__(self, record: RequestRecord, on_end: Callable[[RequestId, bool], None]) -> None:
+        super().__init__()
         self.record = record
         self.num_losses = 0  # of the pipeline, while this was open
         self._on_end: Callable[[RequestId, bool], None] | None = on_end
-        # A deque and one waiter: a queue that anybody might wait on or be bounded costs twice as much per token.
-        self._events: deque[TokenEvent | LaminaError] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, event: TokenEvent | LaminaError) -> None:
-        """What the engine has to say; an error ends the stream."""
-        self._events.append(event)
-        if self._waiter is not None:
-            if not self._waiter.done():
-                self._waiter.set_result(None)
-            self._waiter = None
 
     def __aiter__(self) -> "TokenStream":
         return self
@@ -188,10 +188,7 @@ class TokenStream:
     async def __anext__(self) -> TokenEvent:
         if self._on_end is None:
             raise StopAsyncIteration
-        if not self._events:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        event = self._events.popleft()
+        event = await self.get()
         if isinstance(event, LaminaError):
             self._end(finished=False)
             raise event

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lamina.coordinator.engine.block_pool import Block, BlockPool
 
-TokenBlock = bytes  # BLOCK_TOKENS token ids, packed: hashed and compared in a fifth of the time of a tuple
+TokenBlock = bytes  # BLOCK_TOKENS token ids, packed
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +24,15 @@ class PrefixNode:
     block: Block
     is_linked: bool  # False: never found again, and its block is free as soon as nobody uses it
     is_proven: bool  # somebody read the block and got a finite answer
-    children: "dict[TokenBlock, PrefixNode]"
+    child: "PrefixNode | None"  # most have one at most, so a dict is only made for the `others`
+    others: "dict[TokenBlock, PrefixNode] | None"
+
+    def take_children(self) -> "list[PrefixNode]":
+        """Those it has, for the last time."""
+        children = [] if self.child is None else [self.child]
+        children += (self.others or {}).values()
+        self.child = self.others = None
+        return children
 
 
 Place = PrefixNode | str  # a node, or the root of a salt
@@ -45,19 +53,28 @@ class PrefixCache:
 
     def find(self, parent: Place, tokens: TokenBlock) -> PrefixNode | None:
         """The child of `parent` that holds exactly these tokens."""
-        children = self._roots.get(parent) if isinstance(parent, str) else parent.children
-        return children.get(tokens) if children else None
+        if isinstance(parent, str):
+            others = self._roots.get(parent)
+        else:
+            child, others = parent.child, parent.others
+            if child is not None and child.tokens == tokens:
+                return child
+        return others.get(tokens) if others else None
 
     def insert(self, parent: Place, tokens: TokenBlock, block: Block) -> PrefixNode:
         """Index a block that its writer, who uses `parent` too, has filled; it is sealed. `find` came back empty."""
         self._pool.seal(block)
         if isinstance(parent, str):
-            is_linked, siblings = True, self._roots.setdefault(parent, {})
-        else:
-            is_linked, siblings = parent.is_linked, parent.children
-        node = PrefixNode(parent, tokens, block, is_linked, False, {})  # all given: a long prompt makes hundreds
-        if is_linked:
-            siblings[tokens] = node
+            node = PrefixNode(parent, tokens, block, True, False, None, None)
+            self._roots.setdefault(parent, {})[tokens] = node
+            return node
+        node = PrefixNode(parent, tokens, block, parent.is_linked, False, None, None)
+        if parent.is_linked:
+            if parent.child is None:
+                parent.child = node
+            else:
+                parent.others = parent.others or {}
+                parent.others[tokens] = node
         return node
 
     def hold(self, node: PrefixNode) -> None:
@@ -83,8 +100,7 @@ class PrefixCache:
         lost = [node]
         while lost:
             node = lost.pop()
-            lost += node.children.values()
-            node.children.clear()
+            lost += node.take_children()
             node.is_linked = False
             if not node.block.num_users:
                 del self._unused[node]
@@ -98,10 +114,13 @@ class PrefixCache:
 
     def _drop(self, node: PrefixNode) -> None:
         """Take a node out of its parent."""
-        if not isinstance(node.parent, str):
-            del node.parent.children[node.tokens]
-            return
-        siblings = self._roots[node.parent]
-        del siblings[node.tokens]
-        if not siblings:
-            del self._roots[node.parent]
+        parent = node.parent
+        if isinstance(parent, str):
+            siblings = self._roots[parent]
+            del siblings[node.tokens]
+            if not siblings:
+                del self._roots[parent]
+        elif parent.child is node:
+            parent.child = None
+        elif parent.others is not None:
+            del parent.others[node.tokens]
