@@ -78,6 +78,28 @@ def test_a_token_does_not_depend_on_its_company(isa: str, threads: int) -> None:
     assert np.abs(found[0][1]).max() > 0
 
 
+@every_isa
+def test_a_prompt_does_not_depend_on_its_chunks(isa: str) -> None:
+    """A-31: hidden state and logits of its last token, however a scheduler cuts it, equal to the bit."""
+    prompt = [(7 * i) % 50 for i in range(24)]
+    found: list[tuple[NDArray[np.generic], NDArray[np.generic]]] = []
+    for sizes in ([24], [16, 8], [12, 12], [13, 10, 1], [1] * 24):
+        with native_bench(2, isa) as bench:
+            stage = MiniStage(bench)
+            start = 0
+            for size in sizes:
+                piece = Piece(start, prompt[start : start + size], BLOCKS[2])
+                shape = stage.stage_inputs([piece], [size - 1])
+                bench.backend.set_shape(shape)
+                stage.launch_all()
+                start += size
+            hidden, logits, _ = stage.results(shape)
+            found.append((hidden[-1], logits[-1]))
+    assert all(np.array_equal(hidden, found[0][0]) for hidden, _ in found)
+    assert all(np.array_equal(logits, found[0][1]) for _, logits in found)
+    assert np.abs(found[0][1]).max() > 0
+
+
 @pytest.mark.parametrize("dtype", KV_DTYPES, ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("heads", [Heads(9, 3, 64, 64), Heads(4, 1, 32, 32)], ids=["gqa3", "mqa"])
 def test_attention_over_a_long_context_is_exact_at_every_split(dtype: DType, heads: Heads) -> None:

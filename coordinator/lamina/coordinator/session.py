@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -20,7 +20,7 @@ from lamina.coordinator.planner.partition import partition_by_memory
 from lamina.coordinator.planner.split_file import read_split_file
 from lamina.spec.address import Address
 from lamina.spec.errors import InvalidConfig, InvalidSplit
-from lamina.spec.ids import Epoch, PlacementId, WorkerName
+from lamina.spec.ids import DeviceId, Epoch, PlacementId, WorkerName
 from lamina.spec.model import LayerRange
 from lamina.spec.placement import Placement, StageSettings, StageSpec, check_tiling
 from lamina.wire.frames import check_frames_fit
@@ -76,8 +76,10 @@ class Session:
     workers: tuple[WorkerClient, ...]
 
 
-# What a device needs in one step to compute at its full rate (docs/performance.md).
-_MIN_CHUNK_TOKENS = defaultdict(lambda: 32, cuda=512)
+# Rows below which a device loses its rate, and those in whose time it does what a step costs beside its rows: a GPU
+# decodes every weight for its large products, 5 ms where 512 rows take 16 (docs/performance.md).
+_MIN_PREFILL_ROWS = defaultdict(lambda: 24, cuda=512)
+_STEP_COST_ROWS = defaultdict(lambda: 8, cuda=250)
 # Steps of one sequence under way. A GPU has two, and the answer to the third takes as long to come back as a small
 # model's step; each costs a row once the sequence has ended, which is dear on a CPU only.
 _RUN_AHEAD = defaultdict(lambda: 2, cuda=3)
@@ -220,6 +222,17 @@ async def _bring_up(
     return stages, pipeline
 
 
+def pipeline_width(stages: Sequence[StagePlan]) -> float:
+    """How many equal stages would overlap as much in prefill: all layers over those of the busiest device.
+
+    1 if all are of one device. Layers and devices are taken to be alike, and the head is left out: it computes one row.
+    """
+    num_layers: Counter[DeviceId] = Counter()
+    for stage in stages:
+        num_layers[stage.device.id] += len(stage.layers)
+    return num_layers.total() / max(num_layers.values())
+
+
 def _scheduler_config(settings: SessionSettings, stages: Sequence[StagePlan], pipeline: Pipeline) -> SchedulerConfig:
     return SchedulerConfig(
         num_stages=pipeline.num_stages,
@@ -228,7 +241,9 @@ def _scheduler_config(settings: SessionSettings, stages: Sequence[StagePlan], pi
         max_logit_rows=settings.stage.max_logit_rows,
         max_context=settings.stage.max_context,
         num_blocks=pipeline.num_blocks,
-        min_chunk_tokens=max(_MIN_CHUNK_TOKENS[stage.device.kind] for stage in stages),
+        pipeline_width=pipeline_width(stages),
+        min_prefill_rows=max(_MIN_PREFILL_ROWS[stage.device.kind] for stage in stages),
+        step_cost_rows=max(_STEP_COST_ROWS[stage.device.kind] for stage in stages),
         run_ahead=min(_RUN_AHEAD[stage.device.kind] for stage in stages),
         **asdict(settings.scheduling),
     )

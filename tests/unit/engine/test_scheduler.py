@@ -207,7 +207,7 @@ def test_shortest_prefill_goes_first() -> None:
 
 def test_limits_of_a_step_hold() -> None:
     """max_seqs and max_logit_rows: with one logit row left the second prompt waits for its last chunk."""
-    sim = engine(max_seqs=3, max_logit_rows=2, num_stages=2)
+    sim = engine(max_seqs=3, max_logit_rows=2, num_stages=2, pipeline_width=1.0)
     for i in range(4):
         sim.add(request((i + 1,) * 20, 4))
     issue = sim.issue()

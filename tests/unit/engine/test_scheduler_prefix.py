@@ -182,7 +182,7 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
 
 def test_four_writers_from_one_prefix() -> None:
     """B-21: n = 4 choices share the prompt's full blocks; the partly filled one is each one's own."""
-    sim = engine(num_stages=2, max_rows=128, min_chunk_tokens=128)
+    sim = engine(num_stages=2, max_rows=128, min_prefill_rows=128)
     prompt = tuple(range(1, 43))
     for _ in range(4):
         sim.add(request(prompt, 40))

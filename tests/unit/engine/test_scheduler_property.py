@@ -26,6 +26,9 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         policy=draw(st.sampled_from(["fcfs", "spf"])),
         prefix_caching=draw(st.sampled_from([True, True, False])),
         prefill_chunk_tokens=draw(st.integers(1, 64)),
+        pipeline_width=draw(st.one_of(st.none(), st.floats(1.0, 4.0))),
+        min_prefill_rows=draw(st.integers(1, 40)),
+        step_cost_rows=draw(st.integers(1, 20)),
         run_ahead=draw(st.integers(1, 4)),
     )
 

@@ -9,15 +9,13 @@ from lamina.coordinator.engine.sequence import Phase, Sequence
 from lamina.spec.ids import StepId
 from lamina.spec.step import BLOCK_TOKENS, AddSequence, SeqSlice
 
-_CHUNKS_PER_STAGE = 4
-
 _by_last_step = attrgetter("last_step")
 
 
 class Batch:
     """The slices of one step so far, and what the step has left of each limit."""
 
-    __slots__ = ("_config", "adds", "logits_left", "rows_left", "seqs_left", "slices", "step")
+    __slots__ = ("_config", "_share", "adds", "logits_left", "prefill_left", "rows_left", "seqs_left", "slices", "step")
 
     def __init__(self, step: StepId, config: SchedulerConfig) -> None:
         self.step = step
@@ -27,16 +25,27 @@ class Batch:
         self.rows_left = config.max_rows
         self.seqs_left = config.max_seqs
         self.logits_left = config.max_logit_rows
+        self.prefill_left = self._share = 0
+
+    def begin_prefill(self, num_rows: int) -> None:
+        """Set how many rows of prefill the step takes, but for the rest of a sequence."""
+        self.prefill_left = self._share = num_rows
 
     @property
     def has_room(self) -> bool:
-        """Whether another slice fits."""
-        return self.rows_left > 0 and self.seqs_left > 0
+        """Whether another prefill chunk fits and is wanted."""
+        return self.prefill_left > 0 and self.rows_left > 0 and self.seqs_left > 0
 
     def chunk_end(self, seq: Sequence) -> int:
-        """Where the sequence's next prefill chunk ends; on a block boundary, unless it is the last or falls short."""
+        """Where the sequence's next prefill chunk ends; on a block boundary, unless it is the last or falls short.
+
+        A rest of less than a block goes with it, though the step then has more rows than it set out to take.
+        """
         total = len(seq.tokens)
-        end = min(total, seq.pos + min(self._chunk_tokens(total), self.rows_left))
+        wanted = max(self.prefill_left, min(self._share, BLOCK_TOKENS))
+        if total - seq.pos - wanted < min(self._share / 2, BLOCK_TOKENS):
+            wanted = total - seq.pos
+        end = min(total, seq.pos + min(wanted, self._config.prefill_chunk_tokens, self.rows_left))
         if end == total and not self.logits_left:
             end -= 1
         if end == total:
@@ -44,23 +53,11 @@ class Batch:
         boundary = end - end % BLOCK_TOKENS
         return boundary if boundary > seq.pos else end
 
-    def _chunk_tokens(self, num_tokens: int) -> int:
-        """Most tokens of a chunk of a prompt: over N stages it is cut into about 4 N, so that all are at work.
-
-        k chunks through N equal stages take (k + N - 1) / k of the time that each stage computes; at k = 4 N the fill
-        and drain cost less than a quarter, while chunks stay long enough for the kernels.
-        """
-        config = self._config
-        if config.num_stages == 1:
-            return config.prefill_chunk_tokens
-        share = -(-num_tokens // (_CHUNKS_PER_STAGE * config.num_stages))
-        share += -share % BLOCK_TOKENS
-        return min(config.prefill_chunk_tokens, max(config.min_chunk_tokens, share))
-
     def add_chunk(self, piece: SeqSlice) -> None:
         """Append a slice of any kind."""
         self.slices.append(piece)
         self.rows_left -= piece.num_tokens
+        self.prefill_left -= piece.num_tokens
         self.seqs_left -= 1
         self.logits_left -= piece.want_logits
 
@@ -81,6 +78,11 @@ class RunningSet:
 
     def __len__(self) -> int:
         return len(self.prefilling) + len(self.decoding) + len(self.closing)
+
+    @property
+    def num_pending(self) -> int:
+        """Rows left to prefill."""
+        return sum(len(seq.tokens) - seq.pos for seq in self.prefilling)
 
     def next_decodes(self, step: StepId, lanes: int, *, may_stall: bool = False) -> tuple[list[Sequence], int]:
         """(decoding sequences that may be in `step`, how many of them it should take) if they take turns in `lanes`.

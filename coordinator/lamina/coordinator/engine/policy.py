@@ -1,12 +1,13 @@
-"""What the operator may choose, and the order in which sequences wait. Pure."""
+"""What the operator may choose, how prompts are cut, and the order in which sequences wait. Pure."""
 
+import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from operator import attrgetter
 
 from lamina.coordinator.engine.sequence import Sequence
 from lamina.spec.errors import InvalidConfig
-from lamina.spec.step import MAX_RUN_AHEAD
+from lamina.spec.step import BLOCK_TOKENS, MAX_RUN_AHEAD
 
 ADMISSIONS = ("optimistic", "reserve")
 POLICIES = ("fcfs", "spf")
@@ -28,7 +29,9 @@ class SchedulerConfig:
     policy: str = "fcfs"
     prefix_caching: bool = True
     prefill_chunk_tokens: int = 512  # of one sequence in one step, at most
-    min_chunk_tokens: int = 32  # a prompt is not cut smaller than this for the sake of the pipeline
+    pipeline_width: float | None = None  # see `prefill_rows`; None: as many as stages
+    min_prefill_rows: int = 24  # see `prefill_rows`
+    step_cost_rows: int = 8  # see `prefill_rows`
     run_ahead: int = 2  # samples of one sequence that are planned and not known: one running, the others ahead
     max_waiting: int = 256
 
@@ -42,9 +45,9 @@ class SchedulerConfig:
         limits = {name: getattr(self, name) for name in ("num_stages", "max_rows", "max_seqs", "max_logit_rows")}
         limits |= {
             name: getattr(self, name)
-            for name in ("max_context", "prefill_chunk_tokens", "min_chunk_tokens", "run_ahead", "max_waiting")
+            for name in ("max_context", "prefill_chunk_tokens", "min_prefill_rows", "run_ahead", "max_waiting")
         }
-        limits["num_blocks"] = min(self.num_blocks)
+        limits |= {"num_blocks": min(self.num_blocks), "step_cost_rows": self.step_cost_rows}
         for name, value in limits.items():
             if value < 1:
                 raise InvalidConfig(f"{name} must be at least 1, got {value}")
@@ -65,6 +68,52 @@ class SchedulerConfig:
         return self.num_stages * self.max_decodes
 
 
+def prefill_rows(num_pending: int, num_total: int, budget: int, *, width: float, min_rows: int, step_cost: int) -> int:
+    """Rows of prefill that the next step should take: `num_pending` are left of `num_total`, at most `budget` fit.
+
+    `width` is how many equal stages would overlap as much: the work of all over that of the busiest device. A step of r
+    rows takes a device as long as step_cost + r rows would on their own. So k equal steps of n rows in all take
+    (k + width - 1) (step_cost + n / k), which is least at k = sqrt((width - 1) n / step_cost); but none is cut to less
+    than `min_rows`, below which devices lose more than that. Steps are whole blocks, and a rest for which a step would
+    be mostly cost goes with the last. With a width of 1 nothing overlaps, and a step takes what it can. Decodes have no
+    place here: they ride along.
+    """
+    if width <= 1:
+        return min(num_pending, budget)
+    wanted = max(min_rows, math.sqrt(step_cost * num_total / (width - 1)))
+    whole = budget - budget % BLOCK_TOKENS or budget
+    num_steps = max(1, min(round(num_total / wanted), num_total // min_rows), -(-num_total // whole))
+    rows = min(whole, max(1, int(num_total / num_steps / BLOCK_TOKENS + 0.5)) * BLOCK_TOKENS)
+    is_last = num_pending <= budget and num_pending - rows < min(2 * step_cost, rows / 2)
+    return num_pending if is_last else rows
+
+
+class PrefillPace:
+    """How many rows of prefill each step takes, equal over all steps of what waited when the last prompt came."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._num_pending = 0
+        self._num_total = 0
+
+    def next_rows(self, num_pending: int, budget: int) -> int:
+        """Of `num_pending` tokens that are to be computed, those that a step with room for `budget` rows takes."""
+        if num_pending > self._num_pending:
+            self._num_total = num_pending
+        self._num_pending = num_pending
+        config = self._config
+        if not num_pending or budget <= 0:
+            return 0
+        return prefill_rows(
+            num_pending,
+            self._num_total,
+            budget,
+            width=config.num_stages if config.pipeline_width is None else config.pipeline_width,
+            min_rows=config.min_prefill_rows,
+            step_cost=config.step_cost_rows,
+        )
+
+
 class WaitingQueue:
     """Sequences in the policy's order, which nothing bypasses (A-41): if the first does not fit, nobody is admitted.
 
@@ -75,6 +124,7 @@ class WaitingQueue:
     def __init__(self, policy: str) -> None:
         self._shortest_first = policy == "spf"
         self._sequences: list[Sequence] = []
+        self.num_tokens = 0  # of all
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -90,7 +140,9 @@ class WaitingQueue:
         has_run = seq.record.scheduled_s is not None
         seq.key = (not has_run, len(seq.tokens), arrival) if self._shortest_first else (arrival,)
         insort(self._sequences, seq, key=by_key)
+        self.num_tokens += len(seq.tokens)
 
     def remove(self, seq: Sequence) -> None:
         """Take out a sequence that waits."""
         del self._sequences[bisect_left(self._sequences, seq.key, key=by_key)]
+        self.num_tokens -= len(seq.tokens)

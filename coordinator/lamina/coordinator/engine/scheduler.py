@@ -6,7 +6,8 @@ feeds every StepDone to `absorb`. No IO, no clock, no randomness: the same calls
 Decodes come first. With N stages the decoding sequences take turns in N micro-batches, least recently issued first; one
 whose input is still to be sampled by one of the last N - 1 steps is not ready, for at stage 0 its step would wait while
 others could run. Only a step that has nothing else to do takes such sequences: with a single stream that is its one
-step of run-ahead. What is left of the budget goes to prefill chunks in the policy's order.
+step of run-ahead. What is left of the budget goes to prefill chunks in the policy's order, with several
+stages only as much as lets the steps fill the pipeline (`policy.prefill_rows`).
 
 Blocks come back, and a preempted sequence waits again, only when every issued step that names them is done.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from lamina.coordinator.engine.batch import Batch, RunningSet
 from lamina.coordinator.engine.kv_ledger import KvLedger, PrefixPlace
-from lamina.coordinator.engine.policy import SchedulerConfig, WaitingQueue
+from lamina.coordinator.engine.policy import PrefillPace, SchedulerConfig, WaitingQueue
 from lamina.coordinator.engine.sequence import (
     NO_SEQ,
     Phase,
@@ -72,6 +73,7 @@ class Scheduler:
         self._ledger = KvLedger(config.num_blocks, prefix_caching=config.prefix_caching)
         self._no_blocks: tuple[tuple[BlockId, ...], ...] = ((),) * len(config.num_blocks)
         self._waiting = WaitingQueue(config.policy)
+        self._pace = PrefillPace(config)
         self._running = RunningSet()
         self._by_seq: dict[SeqId, Sequence] = {}  # whose tokens are wanted
         self._draining: dict[StepId, list[Sequence]] = {}  # ended or preempted, by the last step that names them
@@ -281,6 +283,8 @@ class Scheduler:
         coming: set[PrefixPlace] = set()  # blocks that sequences further ahead will compute next
         index, admitting = 0, True
         prefilling = self._running.prefilling
+        num_pending = self._running.num_pending + self._waiting.num_tokens
+        batch.begin_prefill(self._pace.next_rows(num_pending, batch.rows_left))
         while batch.has_room:
             first = self._waiting.first if admitting else None
             if first is not None and (index == len(prefilling) or first.key < prefilling[index].key):
