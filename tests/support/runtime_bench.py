@@ -37,9 +37,12 @@ class FakeStage:
     def prepare(self, plan: StepPlan) -> StepPlan:
         return plan
 
-    def launch(self, ready: ReadyStep, prepared: StepPlan | None, *, sampled: None, hands_over: bool) -> LaunchedStep:
+    def reaches(self, other: "FakeStage") -> bool:
+        return False
+
+    def launch(self, ready: ReadyStep, prepared: StepPlan | None, *, lends: bool) -> LaunchedStep:
         assert prepared in (None, ready.plan)
-        assert not hands_over
+        assert not lends
         return LaunchedStep(ready, Outcome(np.zeros(0), None), 0.0)  # type: ignore[arg-type]
 
     def due_s(self, launched: LaunchedStep) -> float:

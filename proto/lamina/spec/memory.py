@@ -25,6 +25,7 @@ from lamina.spec.quant import GgmlType, quant_format
 # Bits per cached value; q8_0 is 32 int8 and an f16 scale.
 KV_BITS: Mapping[str, float] = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5}
 _ITEM_BYTES = 4  # arena elements are f32 or i32
+NUM_KEPT_STEPS = 8  # of which the last stage keeps the tokens, for a stage 0 in the same process
 NUM_SAMPLING_PARAMS = 6  # of a row that the device draws a token from, see `ops.sample`
 
 
@@ -83,6 +84,8 @@ def arena_layout(spec: ModelSpec, layers: LayerRange, settings: StageSettings) -
         buffers.append(ArenaBuffer("logit_hidden", logit_rows, spec.hidden, "f32", "logit_rows"))
         buffers.append(ArenaBuffer("logits", logit_rows, spec.vocab_size, "f32", "logit_rows"))
         buffers.append(ArenaBuffer("best", logit_rows, 1, "i32", "logit_rows"))
+        if layers.start:
+            buffers.append(ArenaBuffer("kept", NUM_KEPT_STEPS * logit_rows, 1, "i32", "fixed"))
     return tuple(buffers)
 
 

@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.kernels.backend import Backend, GraphDecision, GraphMode
-from lamina.kernels.buffer import Buffer, DType, StepShape
+from lamina.kernels.buffer import DType, StepShape
 from lamina.rpc_worker.arena import Arena
 from lamina.rpc_worker.grammar import GrammarCompiler
 from lamina.rpc_worker.graph_cache import GraphCache
 from lamina.rpc_worker.kv_pool import KvPool, SequenceTables
 from lamina.rpc_worker.loader import StageLoader, TensorReader
+from lamina.rpc_worker.loan import Loan
 from lamina.rpc_worker.numerics import Precision
 from lamina.rpc_worker.sampler import Sampler
 from lamina.rpc_worker.stage_facts import StageFacts, StepMeter
@@ -53,8 +54,8 @@ _NOT_SAMPLED: OnDevice = {}
 class PreparedStep(NamedTuple):
     """What is known of a step before its input is there; on the last stage also what it samples, and how.
 
-    `sampled` says in which row of the device's tokens lies that of (sequence, position), for the step launched next.
-    It is empty if the step `needs_logits` on the host: no other may be launched before it is finished.
+    `sampled` says which of the device's tokens is that of (sequence, position), for steps launched later. It is empty
+    if the step `needs_logits` on the host: no other may be launched before it is finished.
     """
 
     arrays: StepArrays
@@ -74,6 +75,7 @@ class LaunchedStep(NamedTuple):
     needs_logits: bool = False
     sampled: OnDevice = _NOT_SAMPLED
     recorded: bool = False  # its launches were recorded first
+    lent: Loan | None = None  # to other stages: the hidden state, or the tokens of `sampled`
 
 
 class Stage:
@@ -218,18 +220,10 @@ class Stage:
         model, step = self._loaded_model(), self._follow(plan)
         return step._replace(arrays=model.stage(step.arrays))
 
-    def launch(
-        self,
-        ready: ReadyStep,
-        prepared: PreparedStep | None = None,
-        *,
-        sampled: Buffer | None = None,
-        hands_over: bool = False,
-    ) -> LaunchedStep:
+    def launch(self, ready: ReadyStep, prepared: PreparedStep | None = None, *, lends: bool = False) -> LaunchedStep:
         """Begin a step. Raises InvalidPlan if the plan contradicts what came before, Unavailable without a cache.
 
-        `sampled` holds those of its tokens that only the device knows. A stage that `hands_over` leaves its hidden
-        state on the device, in `hidden_buffer`.
+        Where another stage reaches this device it `lends` what it leaves: a hidden state then does not go to the host.
         """
         start_s = time.perf_counter()
         model, plan = self._loaded_model(), ready.plan
@@ -237,10 +231,14 @@ class Stage:
             self._tracer.begin_span("step", plan.step, rows=plan.num_rows, sequences=len(plan.slices))
         num_recorded = self._graphs.num_captures
         step = prepared or self._follow(plan)
-        self._launch(ready, step.arrays, sampled)
-        outcome = model.leave() if hands_over else model.collect(step.shape)
+        self._launch(ready, step.arrays)
+        if lends and not model.is_last:
+            outcome, loan = model.lend_hidden(step.shape.num_rows)
+        else:
+            loan = model.lend_tokens(len(step.rows)) if lends and step.sampled else None
+            outcome = model.collect(step.shape)
         recorded = self._graphs.num_captures > num_recorded
-        return LaunchedStep(ready, outcome, start_s, step.rows, step.needs_logits, step.sampled, recorded)
+        return LaunchedStep(ready, outcome, start_s, step.rows, step.needs_logits, step.sampled, recorded, loan)
 
     def refuse(self, ready: ReadyStep, error: CapacityExceeded) -> LaunchedStep:
         """A step that the device had no memory for, because others have taken it since (C-04): its own sequences end,
@@ -302,19 +300,16 @@ class Stage:
         self._launch(ready, self._follow(plan).arrays)
         return model.logits(plan.num_logit_rows) if model.is_last else model.hidden(plan.num_rows)
 
-    @property
-    def hidden_buffer(self) -> Buffer:
-        """Where a step that hands over leaves its hidden state, until the next is launched."""
-        return self._loaded_model().hidden_buffer
+    def reaches(self, other: "Stage") -> bool:
+        """Whether this stage's device takes what the other's has left there, without either host waiting.
 
-    @property
-    def tokens_buffer(self) -> Buffer:
-        """Where the last stage leaves the tokens of a step, until the next is launched."""
-        return self._loaded_model().tokens_buffer
+        Asked before every step, by the other's thread.
+        """
+        runs_ahead = self.max_launched > 1 and other.max_launched > 1
+        return runs_ahead and self._backend.reaches(other._backend)
 
-    def _launch(self, ready: ReadyStep, arrays: StepArrays, sampled: Buffer | None = None) -> None:
-        handed = None if ready.handed is None else ready.handed.buffer
-        step = arrays._replace(tokens=ready.tokens, sampled=sampled, hidden=ready.hidden, handed=handed)
+    def _launch(self, ready: ReadyStep, arrays: StepArrays) -> None:
+        step = arrays._replace(tokens=ready.tokens, hidden=ready.hidden, lent=ready.lent)
         self._precision.launch(self._loaded_model(), step)
 
     def _loaded_model(self) -> StageModel:

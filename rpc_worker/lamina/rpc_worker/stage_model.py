@@ -16,6 +16,7 @@ from lamina.kernels.backend import Backend
 from lamina.kernels.buffer import Buffer, KvCache, StepShape, Weight
 from lamina.rpc_worker.arena import Arena
 from lamina.rpc_worker.graph_cache import GraphCache, Rerun
+from lamina.rpc_worker.loan import Loan, TokenLender
 from lamina.rpc_worker.rope import rope_magnitude
 from lamina.rpc_worker.staging import MAX_LAUNCHED, StepTransfers
 from lamina.rpc_worker.tracing import Scope, ScopeKind, no_scope
@@ -33,10 +34,9 @@ class StepArrays(NamedTuple):
     slots: tuple[Ints, ...]  # by cache group [rows]
     blocks: tuple[Ints, ...]  # by cache group [seqs, max blocks]
     logit_rows: Ints  # [rows whose logits are wanted]
-    tokens: Ints | None = None  # one of -1 - i is what the step launched before has sampled in its logit row i
-    sampled: Buffer | None = None  # where that lies
+    tokens: Ints | None = None  # one of -1 - i lies in row i of `lent`
     hidden: NDArray[np.float32] | None = None
-    handed: Buffer | None = None  # instead of `hidden`, on this device
+    lent: Loan | None = None  # by a stage of this process: without `tokens` the hidden state
     is_staged: bool = False  # all but tokens and hidden state has gone up already, see `StageModel.stage`
     sampling: NDArray[np.float32] | None = None  # [logit rows, SAMPLE_PARAMS]; None: argmax will do for all
 
@@ -83,6 +83,7 @@ class StageModel:
         self._slots = cycle([StepTransfers(backend, arena) for _ in range(MAX_LAUNCHED + 1)])
         self._slot = next(self._slots)
         self._forward_and_draw = partial(self._forward, draws=True)
+        self._token_lender: TokenLender | None = None
         self.is_first = layers.start == 0
         self.is_last = layers.stop == spec.num_layers
 
@@ -109,16 +110,6 @@ class StageModel:
         self._slot = next(self._slots)
         self._slot.wait()
 
-    @property
-    def hidden_buffer(self) -> Buffer:
-        """Where a step leaves its hidden state, until the next is launched."""
-        return self._arena["hidden"]
-
-    @property
-    def tokens_buffer(self) -> Buffer:
-        """Where the last stage leaves the tokens of a step, until the next is launched."""
-        return self._arena["best"]
-
     def spoil(self, step: StepArrays) -> None:
         """Leave NaN where a step that is not launched would have left keys and values: it shows in whatever reads them.
 
@@ -138,10 +129,17 @@ class StageModel:
         """Of a step that was not launched: these values in place of what it would have left."""
         return Outcome(values, self._slot)
 
-    def leave(self) -> Outcome:
-        """What the step just launched leaves stays on the device."""
-        self._slot.close()
-        return Outcome(np.zeros(0, np.float32), self._slot)
+    def lend_hidden(self, num_rows: int) -> tuple[Outcome, Loan]:
+        """What the step just launched leaves stays on the device, for the next stage."""
+        loan = self._slot.lend(self._arena["hidden"], num_rows)
+        return Outcome(np.zeros(0, np.float32), self._slot), loan
+
+    def lend_tokens(self, num_rows: int) -> Loan:
+        """The tokens of the step just launched, for stage 0."""
+        if self._token_lender is None:
+            kept = None if self.is_first else self._arena["kept"]
+            self._token_lender = TokenLender(self._backend, self._arena["best"], kept)
+        return self._token_lender.lend(num_rows)
 
     def collect(self, shape: StepShape) -> Outcome:
         """Have what the step just launched leaves brought to the host, without waiting for it."""
@@ -222,19 +220,10 @@ class StageModel:
             self._slot.upload_staged(staged)
         if step.hidden is not None:
             self._slot.upload(self._arena["hidden"], "hidden", step.hidden)
-        if step.handed is not None:
-            self._backend.copy(step.handed, self._arena["hidden"], step.shape.num_rows)
-        if step.tokens is not None and step.sampled is not None and step.tokens.min() < 0:
-            self._feed_sampled(step.tokens, step.sampled)
-
-    def _feed_sampled(self, tokens: Ints, sampled: Buffer) -> None:
-        """Copy tokens that only the device knows to where the step reads them, a run of rows at a time."""
-        target = self._arena["tokens"]
-        for row, source, count in _runs(tokens.tolist()):
-            if row == source == 0:  # most steps: the same sequences in the same order
-                self._backend.copy(sampled, target, count)
-            else:
-                self._backend.copy(sampled.rows(source, source + count), target.rows(row, row + count), count)
+        if step.lent is not None and step.tokens is None:
+            self._slot.borrow(step.lent, self._arena["hidden"], [(0, 0, step.shape.num_rows)])
+        elif step.lent is not None and step.tokens is not None:
+            self._slot.borrow(step.lent, self._arena["tokens"], _runs(step.tokens.tolist()))
 
     def _outputs(self, shape: StepShape) -> list[NDArray[np.generic]]:
         """All that a step leaves for others, for comparison."""

@@ -242,7 +242,8 @@ class StageRuntime:
         if self.has_ended:
             return  # nobody waits for it
         if isinstance(outcome, LaminaError):
-            self.fail(outcome)
+            is_over = isinstance(outcome, StaleEpoch)  # a stage of this process heard of the end first: no news
+            self.fail(outcome, logging.DEBUG if is_over else logging.ERROR)
         elif isinstance(outcome, Exception):
             _log.error("%s: unexpected failure", self._who, exc_info=outcome)
             self.fail(LaminaError(f"{type(outcome).__name__}: {outcome}"))

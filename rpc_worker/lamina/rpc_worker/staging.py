@@ -5,7 +5,7 @@ as steps may be launched and not finished: a slot is written again only when its
 is done at once, and one slot serves.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from lamina.kernels.backend import Backend, Event, HostCopy
 from lamina.kernels.buffer import Buffer
 from lamina.rpc_worker.arena import Arena, shape_of
+from lamina.rpc_worker.loan import Loan
 
 Array = NDArray[np.generic]
 MAX_LAUNCHED = 2  # steps on an asynchronous device: one runs while the next waits, so that it never idles
@@ -26,6 +27,7 @@ class StepTransfers:
         self._arena = arena
         self._is_async = backend.capabilities.asynchronous
         self._event: Event | None = backend.create_event() if self._is_async else None
+        self._taken: Event | None = backend.create_event() if self._is_async else None
         self._is_done = True
         self._given: dict[str, HostCopy] = {}  # by buffer, made when first needed, as are those of what it left
         self._left: dict[str, HostCopy] = {}
@@ -75,6 +77,15 @@ class StepTransfers:
         if num_rows:
             host.download(num_rows)
         return host.values[:num_rows]
+
+    def borrow(self, loan: Loan, target: Buffer, runs: Iterable[tuple[int, int, int]]) -> None:
+        """Runs of (row of the target, row of the loan, rows) from another stage, on the device. Raises StaleEpoch."""
+        loan.copy_to(self._backend, target, runs, self._taken)
+
+    def lend(self, buffer: Buffer, num_rows: int) -> Loan:
+        """What the step leaves in a buffer, once everything of it has been launched."""
+        self.close()
+        return Loan(self._backend, buffer, num_rows, self._event)
 
     def keep(self, values: Array) -> Array:
         """What `download` gave, for longer than the slot's."""

@@ -8,8 +8,8 @@ brought it, before anything is built from it.
 Any thread may bring something, the compute thread takes steps out: every method holds the queue's lock.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Mapping
 from struct import Struct
 from threading import Lock
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.kernels.buffer import Buffer
+from lamina.rpc_worker.loan import Loan
 from lamina.spec.errors import InvalidPlan, StaleEpoch
 from lamina.spec.ids import Epoch, SeqId, StepId
 from lamina.spec.placement import StageSettings
@@ -30,35 +30,28 @@ OnDevice = Mapping[tuple[SeqId, int], int]
 _pack = Struct("=i").pack  # a token beside those that came packed
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceHidden:
-    """The hidden state of a stage on the same device, in the first rows of that stage's own buffer.
-
-    Whoever has copied it, in stream order, calls `on_taken`: the buffer is written again after that.
-    """
-
-    buffer: Buffer
-    num_rows: int
-    on_taken: Callable[[], None]
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-
 class ReadyStep(NamedTuple):
     """A plan with its input: token ids int32 [rows] on stage 0, hidden state float32 [rows, H] elsewhere.
 
-    A token of -1 - i is not known on the host yet: it is the i-th of those that the device has sampled. So is the
-    hidden state if it was `handed` over on the device.
+    What a stage of this process has left on its device is `lent`: the hidden state, or on stage 0 the tokens that the
+    host does not know yet. A token of -1 - i is that in row i of the buffer lent.
     """
 
     plan: StepPlan
     tokens: NDArray[np.int32] | None
     hidden: NDArray[np.float32] | None
-    handed: DeviceHidden | None = None
+    lent: Loan | None = None
 
 
-Hidden = NDArray[np.float32] | DeviceHidden
+class LentTokens(NamedTuple):
+    """Tokens of a step that are on the device: which of the lent rows is that of (sequence, position)."""
+
+    step: StepId
+    rows: OnDevice
+    loan: Loan
+
+
+Hidden = NDArray[np.float32] | Loan
 
 
 class StepQueue:
@@ -79,6 +72,7 @@ class StepQueue:
         self._inputs: dict[StepId, Frame | Hidden] = {}
         self._edits: list[Edit] = []
         self._tokens: dict[tuple[SeqId, int], int] = {}  # by (seq, pos), oldest first
+        self._lent: deque[LentTokens] = deque()  # the newest last
         self._fed_on_device: set[tuple[SeqId, int]] = set()  # tokens that were used before the host knew them
         # A plan refers back MAX_RUN_AHEAD steps at most, and each token comes twice at most (edge and relay).
         self._max_tokens = 2 * MAX_RUN_AHEAD * settings.max_logit_rows
@@ -135,6 +129,18 @@ class StepQueue:
             for sampled in done.tokens:
                 self._add_token(sampled.seq, sampled.pos, sampled.token)
 
+    def add_lent(self, epoch: Epoch, lent: LentTokens) -> None:
+        """Take tokens that are on the device of the last stage, in this process. Raises StaleEpoch.
+
+        They serve as many steps as the loan lasts. The last stage begins none of those before its hidden state has come
+        from here, so it cannot write the buffer again before those steps are launched here.
+        """
+        with self._lock:
+            self._check_epoch(epoch, "tokens of step", lent.step)
+            self._lent.append(lent)
+            if len(self._lent) > lent.loan.lasts:
+                self._lent.popleft()
+
     def add_token(self, epoch: Epoch, seq: SeqId, pos: int, token: int) -> None:
         """Take one sampled token, from either side; the first to come counts. Raises StaleEpoch or InvalidPlan."""
         with self._lock:
@@ -152,18 +158,15 @@ class StepQueue:
         with self._lock:
             return None if self._edits else self._plans.get(self._next)
 
-    def pop_ready(self, on_device: OnDevice | None = None) -> ReadyStep | None:
-        """The next step if it is complete, else None; None as well while there are edits to pop.
-
-        `on_device` tells where the device keeps tokens that it has sampled and the host does not know yet.
-        """
+    def pop_ready(self) -> ReadyStep | None:
+        """The next step if it is complete, else None; None as well while there are edits to pop."""
         with self._lock:
             plan = self._plans.get(self._next)
             if plan is None or self._edits:
                 return None
-            tokens = received = None
+            tokens = lent = received = None
             if self._takes_tokens:
-                tokens = self._input_tokens(plan, on_device or {})
+                tokens, lent = self._input_tokens(plan)
             else:
                 received = self._inputs.pop(self._next, None)
             if tokens is None and received is None:
@@ -172,14 +175,16 @@ class StepQueue:
             self._next = StepId(self._next + 1)
         if isinstance(received, Frame):
             return ReadyStep(plan, None, decode_frame(received))
-        if isinstance(received, DeviceHidden):
+        if isinstance(received, Loan):
             return ReadyStep(plan, None, None, received)
-        return ReadyStep(plan, tokens, received)
+        return ReadyStep(plan, tokens, received, lent)
 
-    def _input_tokens(self, plan: StepPlan, on_device: OnDevice) -> NDArray[np.int32] | None:
+    def _input_tokens(self, plan: StepPlan) -> tuple[NDArray[np.int32] | None, Loan | None]:
+        """The step's tokens, None if one is nowhere yet, and the loan that has those which only the device knows."""
         parts: list[bytes] = []
         used: list[tuple[SeqId, int]] = []
         fed: list[tuple[SeqId, int]] = []
+        newest: LentTokens | None = None
         tokens = self._tokens
         for piece in plan.slices:
             key, source = (piece.seq, piece.pos), piece.input
@@ -190,15 +195,24 @@ class StepQueue:
                 parts.append(source.packed)
             elif sampled is not None:
                 parts.append(_pack(sampled))
-            elif key in on_device:
-                fed.append(key)
-                parts.append(_pack(-1 - on_device[key]))
             else:
-                return None
+                lent = self._lent_with(key, plan.step)
+                if lent is None:
+                    return None, None
+                fed.append(key)
+                parts.append(_pack(-1 - lent.loan.first - lent.rows[key]))
+                if newest is None or newest.step < lent.step:
+                    newest = lent  # all are of one buffer, and what came before it is there as well
         for key in used:
             del tokens[key]
         self._fed_on_device.update(fed)
-        return np.frombuffer(b"".join(parts), np.int32)
+        return np.frombuffer(b"".join(parts), np.int32), None if newest is None else newest.loan
+
+    def _lent_with(self, key: tuple[SeqId, int], step: StepId) -> LentTokens | None:
+        for lent in reversed(self._lent):
+            if key in lent.rows:
+                return lent if step <= lent.step + lent.loan.lasts else None
+        return None
 
     def _add_token(self, seq: SeqId, pos: int, token: int) -> None:
         if not self._takes_tokens:

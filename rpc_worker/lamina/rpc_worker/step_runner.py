@@ -1,9 +1,10 @@
 """Takes a stage through its steps on the compute thread: the next one begins the moment it can, no loop is asked.
 
 Owns the steps that are launched and not finished. Everything else it touches belongs to the compute thread too (the
-stage) or may be touched by any (the queue). Where the next stage lives in this process, results go straight to it; on
-the same device, if that runs asynchronously, they never leave it: the hidden state is copied from buffer to buffer, and
-stage 0 takes the tokens that the last stage has sampled before the host knows them.
+stage) or may be touched by any (the queue). Where the next stage lives in this process, results go straight to it. If
+its device reaches this one and both run asynchronously, they do not come to the host in between: the hidden state is
+copied from buffer to buffer, and stage 0 takes the tokens that the last stage has sampled before the host knows them.
+What is lent so, by whom and for how long, is `loan`'s affair; a runner ends what its own stage has lent.
 """
 
 import logging
@@ -11,11 +12,12 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from lamina.kernels.buffer import Buffer
 from lamina.rpc_worker.device_thread import DeviceThread
+from lamina.rpc_worker.loan import Loan
 from lamina.rpc_worker.stage import LaunchedStep, PreparedStep, Stage, StageResult
-from lamina.rpc_worker.step_queue import DeviceHidden, Hidden, OnDevice, ReadyStep, StepQueue
+from lamina.rpc_worker.step_queue import Hidden, LentTokens, ReadyStep, StepQueue
 from lamina.spec.errors import CapacityExceeded, LaminaError, StaleEpoch
+from lamina.spec.ids import Epoch
 from lamina.spec.step import AddSequence, StepDone, StepPlan
 
 _log = logging.getLogger(__name__)
@@ -47,9 +49,8 @@ class StepRunner:
         self._failure: Exception | None = None
         self._stopped = False
         self._ended = False
-        self._is_handed = False  # the hidden state of the step launched last is not copied yet
+        self._lent: deque[Loan] = deque()  # to the neighbour, the newest last
         self._neighbour: StepRunner | None = None  # who takes the results, where that is a stage of this process
-        self._feeder: StepRunner | None = None  # the last stage, on stage 0 of the same process
 
     # -- from any thread
 
@@ -61,8 +62,6 @@ class StepRunner:
     def attach_neighbour(self, following: "StepRunner | None") -> None:
         """Results go straight to the next stage from now on; on the last stage that is stage 0."""
         self._neighbour = following
-        if following is not None and self._stage.is_last:
-            following._feeder = self
 
     def wake(self) -> None:
         """The queue has something new."""
@@ -81,6 +80,12 @@ class StepRunner:
         """On stage 0: what the last stage has sampled. Raises StaleEpoch or InvalidPlan."""
         self._require_open()
         self._queue.add_done(done)
+        self.wake()
+
+    def take_lent(self, epoch: Epoch, lent: LentTokens) -> None:
+        """On stage 0: where the last stage's device has tokens that no host knows yet. Raises StaleEpoch."""
+        self._require_open()
+        self._queue.add_lent(epoch, lent)
         self.wake()
 
     def take_hidden(self, plan: StepPlan, hidden: Hidden) -> None:
@@ -109,8 +114,9 @@ class StepRunner:
     def _close(self) -> None:
         self._launched.clear()
         self._prepared = None
-        self._is_handed = False
-        self._stage.reset_sequences()
+        while self._lent:
+            self._lent.popleft().end()
+        self._stage.reset_sequences()  # and waits for what was launched, here and by those who borrowed
 
     def _on_closed(self, outcome: object) -> None:
         if isinstance(outcome, Exception):
@@ -125,12 +131,11 @@ class StepRunner:
                     self._stage.add_sequence(edit)
                 else:
                     self._stage.remove_sequence(edit.seq)
-            feeder = self._feeder if self._shares_device_with(self._feeder) else None
-            ready = self._queue.pop_ready(feeder._sampled() if feeder else None)
+            ready = self._queue.pop_ready()
             if ready is None:
                 self._prepare()
                 return False
-            self._launch(ready, feeder._stage.tokens_buffer if feeder else None)
+            self._launch(ready)
         except Exception as error:  # told once the steps before it are
             self._failure = error
         return True
@@ -141,45 +146,38 @@ class StepRunner:
         if plan is not None:
             self._prepared = self._stage.prepare(plan)
 
-    def _launch(self, ready: ReadyStep, sampled: Buffer | None) -> None:
-        neighbour = self._neighbour if self._shares_device_with(self._neighbour) else None
-        hands_over = neighbour is not None and not self._stage.is_last
+    def _launch(self, ready: ReadyStep) -> None:
+        neighbour = self._neighbour
+        lends = neighbour is not None and neighbour._stage.reaches(self._stage)
         prepared, self._prepared = self._prepared, None
+        while self._lent and len(self._lent) >= self._lent[0].lasts:
+            self._lent.popleft().end()  # the step about to be launched writes there
         try:
-            launched = self._stage.launch(ready, prepared, sampled=sampled, hands_over=hands_over)
+            launched = self._stage.launch(ready, prepared, lends=lends)
         except CapacityExceeded as error:
-            launched, hands_over = self._stage.refuse(ready, error), False
+            launched = self._stage.refuse(ready, error)
         self._launched.append(launched)
-        if ready.handed is not None:
-            ready.handed.on_taken()
-        if neighbour is None:
-            return
-        if hands_over:
-            self._is_handed = True
-            handed = DeviceHidden(self._stage.hidden_buffer, ready.plan.num_rows, self._on_taken)
-            self._give(lambda: neighbour.take_hidden(ready.plan, handed))
-        else:
-            neighbour.wake()  # the tokens are there, as far as the device is concerned
+        if ready.lent is not None:
+            ready.lent.give_back()
+        if neighbour is not None and launched.lent is not None:
+            self._lend(neighbour, launched, launched.lent)
 
-    def _on_taken(self) -> None:
-        self._is_handed = False
-        self.wake()
+    def _lend(self, neighbour: "StepRunner", launched: LaunchedStep, loan: Loan) -> None:
+        plan = launched.ready.plan
+        if neighbour is not self:  # who reads it in its very next step, and before that writes it
+            self._lent.append(loan)
+        if self._stage.is_last:
+            lent = LentTokens(plan.step, launched.sampled, loan)
+            self._give(lambda: neighbour.take_lent(plan.epoch, lent))
+        else:
+            loan.on_back = self.wake
+            self._give(lambda: neighbour.take_hidden(plan, loan))
 
     def _has_room(self) -> bool:
         launched = self._launched
-        if self._is_handed:
-            return False
+        if self._lent and not self._stage.is_last and not self._lent[-1].is_back:
+            return False  # the hidden state of the step launched last is not copied yet
         return not launched or (len(launched) < self._stage.max_launched and not launched[-1].needs_logits)
-
-    def _sampled(self) -> OnDevice | None:
-        """Where the device keeps the tokens of the step launched last, which the host does not know yet."""
-        return self._launched[-1].sampled if self._launched else None
-
-    def _shares_device_with(self, other: "StepRunner | None") -> bool:
-        """Whether what one leaves on the device is there for the other, in the order of their launches."""
-        if other is None or other._device is not self._device:
-            return False
-        return min(self._stage.max_launched, other._stage.max_launched) > 1
 
     def _end(self) -> bool:
         if self._launched:
@@ -205,7 +203,7 @@ class StepRunner:
             if neighbour is not None:
                 self._give(lambda: neighbour.take_done(done))
         elif hidden is None:
-            return  # handed over when it was launched
+            return  # lent when it was launched
         elif neighbour is not None:
             self._give(lambda: neighbour.take_hidden(result.ready.plan, hidden))
             if not result.num_nonfinite_rows:

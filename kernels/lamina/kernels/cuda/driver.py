@@ -86,6 +86,7 @@ class Driver:
     def __init__(self, library: Any, stream: int, *, dependent_launch: bool) -> None:
         self._library = library
         self._stream = ctypes.c_void_p(stream)
+        self._stream_context = ctypes.c_void_p()  # once another card has asked for it
         self._attribute = _LaunchAttribute(_ATTRIBUTE_DEPENDENT_LAUNCH, b"", 1, b"")
         self._config = _LaunchConfig()
         self._config.stream = stream
@@ -143,9 +144,10 @@ class Driver:
         self._require(self._library.cuCtxDisablePeerAccess(owner._context()), "undoing peer access")
 
     def _context(self) -> ctypes.c_void_p:
-        context = ctypes.c_void_p()
-        self._require(self._library.cuStreamGetCtx(self._stream, ctypes.byref(context)), "the stream's context")
-        return context
+        if not self._stream_context.value:
+            status = self._library.cuStreamGetCtx(self._stream, ctypes.byref(self._stream_context))
+            self._require(status, "the stream's context")
+        return self._stream_context
 
     def capture(self, launch_all: Callable[[], None]) -> "DriverGraph":
         """What `launch_all` launches, as a graph. Raises GraphError; then no capture is open, no graph lost (B-09)."""
