@@ -63,7 +63,8 @@ def serve(
     ] = "optimistic",
     policy: Annotated[str, options.one_of(POLICIES, "Who is prefilled first: ", "LAMINA_POLICY")] = "fcfs",
     prefill_chunk_tokens: Annotated[
-        int, typer.Option(help="Most prompt tokens of one request in a step.", envvar="LAMINA_PREFILL_CHUNK_TOKENS", min=1)
+        int,
+        typer.Option(help="Most prompt tokens of one request in a step.", envvar="LAMINA_PREFILL_CHUNK_TOKENS", min=1),
     ] = 512,
     max_waiting: Annotated[
         int, typer.Option(help="Requests that may wait; more get 429.", envvar="LAMINA_MAX_WAITING", min=1)

@@ -6,8 +6,8 @@ feeds every StepDone to `absorb`. No IO, no clock, no randomness: the same calls
 Decodes come first. With N stages the decoding sequences take turns in N micro-batches, least recently issued first; one
 whose input is still to be sampled by one of the last N - 1 steps is not ready, for at stage 0 its step would wait while
 others could run. Only a step that has nothing else to do takes such sequences: with a single stream that is its one
-step of run-ahead. What is left of the budget goes to prefill chunks in the policy's order, with several
-stages only as much as lets the steps fill the pipeline (`policy.prefill_rows`).
+step of run-ahead. What is left of the budget goes to prefill chunks in the policy's order, with several stages only as
+much as lets the steps fill the pipeline (`policy.prefill_rows`).
 
 Blocks come back, and a preempted sequence waits again, only when every issued step that names them is done.
 """
