@@ -232,10 +232,12 @@ class Stage:
         num_recorded = self._graphs.num_captures
         step = prepared or self._follow(plan)
         self._launch(ready, step.arrays)
+        loan: Loan | None = None
         if lends and not model.is_last:
             outcome, loan = model.lend_hidden(step.shape.num_rows)
         else:
-            loan = model.lend_tokens(len(step.rows)) if lends and step.sampled else None
+            if lends and step.sampled:
+                loan = model.lend_tokens(len(step.rows))
             outcome = model.collect(step.shape)
         recorded = self._graphs.num_captures > num_recorded
         return LaunchedStep(ready, outcome, start_s, step.rows, step.needs_logits, step.sampled, recorded, loan)
