@@ -74,6 +74,8 @@ def test_old_names_are_refused_after_adoption(model: TinyModel) -> None:
                 await worker.allocate_cache(old.placement, stage, (8,))
             with pytest.raises(StaleEpoch):
                 await worker.link_stage(old.placement, stage, 0, worker.address)
+            with pytest.raises(StaleEpoch):
+                await worker.prepare_grammar(old.placement, stage, "{}")
             with pytest.raises(StaleEpoch, match="p#0 is in epoch 2 already"):
                 await cluster.deploy(epoch=1)
             assert len(await Talk(new, PROMPT).run(3)) == 3

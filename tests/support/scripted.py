@@ -52,20 +52,23 @@ class ScriptedPipeline:
     def __init__(self, model: ModelFile, script: Script, random_logits: bool = False) -> None:
         self.placement = Placement(PlacementId("scripted"), Epoch(0), 0, ())
         self.vocab_size = model.tokenizer.vocab_size
-        grammars = GrammarCompiler(read_gguf(model.path).metadata, str(model.path), self.vocab_size)
+        self.grammars = GrammarCompiler(read_gguf(model.path).metadata, str(model.path), self.vocab_size)
         self.script = script
         self.adds: dict[SeqId, AddSequence] = {}  # every one that came, also of sequences that are gone
         self.removed: list[SeqId] = []
         self.poisoned: set[SeqId] = set()  # their logits are NaN
         self.going = asyncio.Event()
         self.going.set()
-        self._sampler = Sampler(self.vocab_size, grammars)
+        self._sampler = Sampler(self.vocab_size, self.grammars)
         self._made: dict[SeqId, int] = {}
         self._plans: asyncio.Queue[StepPlan | LaminaError] = asyncio.Queue()
         self._random = np.random.default_rng(7) if random_logits else None
 
     def issue(self, plan: StepPlan) -> None:
         self._plans.put_nowait(plan)
+
+    async def prepare_grammar(self, grammar: str) -> None:
+        await self.grammars.prepare(grammar)
 
     def add_sequence(self, add: AddSequence) -> None:
         self.adds[add.seq] = add
@@ -139,13 +142,13 @@ class Api:
         self.service.state = Ready(self.engine)
         self.app = create_app(self.service, settings)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        self._client = httpx.AsyncClient(transport=transport, base_url="http://test")
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://test")
 
     def __enter__(self) -> "Api":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.run(self._client.aclose())
+        self.run(self.client.aclose())
         self.run(self.engine.close())
         self.service.close()
         self._runner.close()
@@ -156,7 +159,7 @@ class Api:
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Any request."""
-        return cast(httpx.Response, self.run(self._client.request(method, path, **options)))
+        return cast(httpx.Response, self.run(self.client.request(method, path, **options)))
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         """GET."""

@@ -1,5 +1,6 @@
 """Grammars on the last stage: what may be sampled, when a sequence is complete, what happens after a re-plan."""
 
+import asyncio
 import json
 import threading
 import time
@@ -14,7 +15,7 @@ from lamina.coordinator.text.tokenizer import Tokenizer
 from lamina.rpc_worker import grammar as grammar_module
 from lamina.rpc_worker.grammar import GrammarCompiler
 from lamina.rpc_worker.sampler import Sampler
-from lamina.spec.errors import InvalidRequest
+from lamina.spec.errors import InvalidRequest, Unavailable
 from lamina.spec.gguf import read_gguf
 from lamina.spec.ids import SeqId
 from lamina.spec.sampling import SamplingParams
@@ -213,6 +214,34 @@ def test_a_grammar_is_compiled_once(tokenizer: Tokenizer, monkeypatch: pytest.Mo
         compiler.compile(grammar, []).mask(())
     assert made == [GRAMMAR, *others, GRAMMAR]
     assert len(compiler._fresh) == 16
+
+
+def test_a_grammar_that_was_prepared_is_there_at_once(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mask too: much of it is built when a text may begin, a twentieth of a second for a large one."""
+    properties = {f"property_{i}": {"type": "string", "maxLength": 20} for i in range(400)}
+    grammar = llguidance.LLMatcher.grammar_from_json_schema({"properties": properties, "additionalProperties": False})
+    asyncio.run(compiler.prepare(grammar))
+    made: list[str] = []
+    monkeypatch.setattr(grammar_module.llguidance, "LLMatcher", lambda *_, **__: made.append(""))
+    matcher = compiler.compile(grammar, [])
+    assert matcher.mask(tokenizer.eos_ids).any()
+    assert not made
+
+
+def test_what_is_wrong_with_a_grammar_is_found_when_it_is_prepared(compiler: GrammarCompiler) -> None:
+    with pytest.raises(InvalidRequest, match=r"cannot be used: .*nonsense"):
+        asyncio.run(compiler.prepare('{"grammars": [{"json_schema": {"type": "nonsense"}}]}'))
+
+
+def test_a_grammar_that_is_prepared_too_long(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on = threading.Event()
+    monkeypatch.setattr(compiler, "_compile", lambda *_: may_go_on.wait(60))
+    monkeypatch.setattr(grammar_module, "_PATIENCE_S", 0.1)
+    with pytest.raises(Unavailable, match=r"not compiled within 0\.1 s"):
+        asyncio.run(compiler.prepare(GRAMMAR))
+    may_go_on.set()
 
 
 def test_a_refused_token_is_an_error(compiler: GrammarCompiler) -> None:

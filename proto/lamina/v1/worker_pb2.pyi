@@ -667,3 +667,47 @@ class UnloadResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UnloadResponse: _TypeAlias = UnloadResponse  # noqa: Y015
+
+@_typing.final
+class PrepareGrammarRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    placement: _builtins.str
+    epoch: _builtins.int
+    stage: _builtins.int
+    grammar: _builtins.str
+    """as in AddSequence"""
+    def __init__(
+        self,
+        *,
+        placement: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        stage: _builtins.int = ...,
+        grammar: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "grammar", b"grammar", "placement", b"placement", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareGrammarRequest: _TypeAlias = PrepareGrammarRequest  # noqa: Y015
+
+@_typing.final
+class PrepareGrammarResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareGrammarResponse: _TypeAlias = PrepareGrammarResponse  # noqa: Y015

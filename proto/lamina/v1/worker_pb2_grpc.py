@@ -60,6 +60,11 @@ class WorkerStub:
                 request_serializer=lamina_dot_v1_dot_worker__pb2.UnloadRequest.SerializeToString,
                 response_deserializer=lamina_dot_v1_dot_worker__pb2.UnloadResponse.FromString,
                 _registered_method=True)
+        self.PrepareGrammar = channel.unary_unary(
+                '/lamina.v1.Worker/PrepareGrammar',
+                request_serializer=lamina_dot_v1_dot_worker__pb2.PrepareGrammarRequest.SerializeToString,
+                response_deserializer=lamina_dot_v1_dot_worker__pb2.PrepareGrammarResponse.FromString,
+                _registered_method=True)
         self.Steps = channel.stream_stream(
                 '/lamina.v1.Worker/Steps',
                 request_serializer=lamina_dot_v1_dot_step__pb2.StepsRequest.SerializeToString,
@@ -108,6 +113,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PrepareGrammar(self, request, context):
+        """Answers once the last stage has compiled a grammar, which a sequence then finds ready: no step waits for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Steps(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -147,6 +159,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Unload,
                     request_deserializer=lamina_dot_v1_dot_worker__pb2.UnloadRequest.FromString,
                     response_serializer=lamina_dot_v1_dot_worker__pb2.UnloadResponse.SerializeToString,
+            ),
+            'PrepareGrammar': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrepareGrammar,
+                    request_deserializer=lamina_dot_v1_dot_worker__pb2.PrepareGrammarRequest.FromString,
+                    response_serializer=lamina_dot_v1_dot_worker__pb2.PrepareGrammarResponse.SerializeToString,
             ),
             'Steps': grpc.stream_stream_rpc_method_handler(
                     servicer.Steps,
@@ -294,6 +311,33 @@ class Worker:
             '/lamina.v1.Worker/Unload',
             lamina_dot_v1_dot_worker__pb2.UnloadRequest.SerializeToString,
             lamina_dot_v1_dot_worker__pb2.UnloadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrepareGrammar(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lamina.v1.Worker/PrepareGrammar',
+            lamina_dot_v1_dot_worker__pb2.PrepareGrammarRequest.SerializeToString,
+            lamina_dot_v1_dot_worker__pb2.PrepareGrammarResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,8 @@ class WorkerStub:
     LinkStage: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LinkStageRequest, _worker_pb2.LinkStageResponse]
     """Dial the next stage (the last one: stage 0)."""
     Unload: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UnloadRequest, _worker_pb2.UnloadResponse]
+    PrepareGrammar: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrepareGrammarRequest, _worker_pb2.PrepareGrammarResponse]
+    """Answers once the last stage has compiled a grammar, which a sequence then finds ready: no step waits for it."""
     Steps: _grpc.StreamStreamMultiCallable[_step_pb2.StepsRequest, _step_pb2.StepsResponse]
     Frames: _grpc.StreamStreamMultiCallable[_step_pb2.FramesRequest, _step_pb2.FramesResponse]
 
@@ -56,6 +58,8 @@ class WorkerAsyncStub(WorkerStub):
     LinkStage: _aio.UnaryUnaryMultiCallable[_worker_pb2.LinkStageRequest, _worker_pb2.LinkStageResponse]  # type: ignore[assignment]
     """Dial the next stage (the last one: stage 0)."""
     Unload: _aio.UnaryUnaryMultiCallable[_worker_pb2.UnloadRequest, _worker_pb2.UnloadResponse]  # type: ignore[assignment]
+    PrepareGrammar: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrepareGrammarRequest, _worker_pb2.PrepareGrammarResponse]  # type: ignore[assignment]
+    """Answers once the last stage has compiled a grammar, which a sequence then finds ready: no step waits for it."""
     Steps: _aio.StreamStreamMultiCallable[_step_pb2.StepsRequest, _step_pb2.StepsResponse]  # type: ignore[assignment]
     Frames: _aio.StreamStreamMultiCallable[_step_pb2.FramesRequest, _step_pb2.FramesResponse]  # type: ignore[assignment]
 
@@ -97,6 +101,14 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.UnloadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.UnloadResponse, _abc.Awaitable[_worker_pb2.UnloadResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def PrepareGrammar(
+        self,
+        request: _worker_pb2.PrepareGrammarRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.PrepareGrammarResponse, _abc.Awaitable[_worker_pb2.PrepareGrammarResponse]]:
+        """Answers once the last stage has compiled a grammar, which a sequence then finds ready: no step waits for it."""
 
     @_abc_1.abstractmethod
     def Steps(

@@ -1,12 +1,15 @@
 """Constrained sampling on the last stage: which tokens a grammar allows next, and whether it is complete.
 
 Owns the llguidance tokenizer of one model, built from the token bytes in the worker's own file, and one matcher per
-sequence. Matchers belong to the compute thread, beside the sampler; they are made on another, so that a large schema
-holds up the steps of others only if it takes longer than its own prompt, once for all who use it, and for `_PATIENCE_S`
-at most: then its own sequence ends. Knows nothing of JSON or tools: a grammar is a string in llguidance's own format,
-checked by the coordinator, and bounded in size, before it comes here.
+sequence. Matchers belong to the compute thread, beside the sampler; they are made on another, before their sequence
+comes (`prepare`). Only after a re-plan it may come first: then the steps of others wait for what takes longer than its
+prompt, once for all who use it and for `_PATIENCE_S` at most, when its own sequence ends.
+
+Knows nothing of JSON or tools: a grammar is a string in llguidance's own format, checked by the coordinator, and
+bounded in size, before it comes here.
 """
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -73,6 +76,14 @@ class GrammarCompiler:
         self._tokenizer = self._pool.submit(_build_tokenizer, metadata, where, vocab_size)
         self._fresh: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # the pool's; the one used last comes last
 
+    async def prepare(self, grammar: str) -> None:
+        """Compile a grammar, for `compile` to find it ready. Raises what the first use of its matcher would."""
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                await asyncio.wrap_future(self._pool.submit(self._try, grammar))
+        except TimeoutError:
+            raise _late() from None
+
     def compile(self, grammar: str, generated: Iterable[int]) -> "GrammarMatcher":
         """A matcher that has consumed `generated` (after a re-plan), in the making.
 
@@ -93,6 +104,13 @@ class GrammarCompiler:
         if matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be used: {_first_line(matcher.get_error())}")
         return matcher
+
+    def _try(self, grammar: str) -> None:
+        """Compile it, and see where a text may begin: much of a grammar is built only then, for all its matchers."""
+        matcher = self._compile(grammar, [])
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _failed(matcher)
 
 
 def _build_tokenizer(metadata: Mapping[str, object], where: str, vocab_size: int) -> llguidance.LLTokenizer:
@@ -120,9 +138,7 @@ class GrammarMatcher:
             return self._coming.result(max(0.0, self._due_s - time.monotonic()))
         except TimeoutError:
             self._coming.cancel()
-            raise Unavailable(
-                f"the grammar was not compiled within {_PATIENCE_S:g} s; use a smaller one, or try again when fewer are"
-            ) from None
+            raise _late() from None
 
     def mask(self, stop_ids: Iterable[int]) -> BoolMask:
         """Allowed tokens, bool [vocab]; `stop_ids` are allowed where the text may end.
@@ -132,7 +148,7 @@ class GrammarMatcher:
         matcher = self._matcher
         matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         if matcher.is_error():
-            raise InvalidRequest(f"the grammar failed: {_first_line(matcher.get_error())}")
+            raise _failed(matcher)
         allowed = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._vocab_size].astype(np.bool_)
         if matcher.is_accepting():
             allowed[[token for token in stop_ids if token < self._vocab_size]] = True
@@ -147,8 +163,18 @@ class GrammarMatcher:
         """
         matcher = self._matcher
         if not matcher.consume_token(token):
-            raise InvalidRequest(f"the grammar failed: {_first_line(matcher.get_error())}")
+            raise _failed(matcher)
         return bool(matcher.is_stopped())
+
+
+def _failed(matcher: llguidance.LLMatcher) -> InvalidRequest:
+    return InvalidRequest(f"the grammar failed: {_first_line(matcher.get_error())}")
+
+
+def _late() -> Unavailable:
+    return Unavailable(
+        f"the grammar was not compiled within {_PATIENCE_S:g} s; use a smaller one, or try again when fewer are"
+    )
 
 
 def _first_line(reason: str) -> str:

@@ -125,6 +125,17 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Free a placement's stages; unknown ones are nothing to complain about."""
         return wpb.UnloadResponse(num_stages=await self._registry.unload(request.placement, request.epoch))
 
+    async def PrepareGrammar(  # noqa: N802
+        self, request: wpb.PrepareGrammarRequest, context: Context
+    ) -> wpb.PrepareGrammarResponse:
+        """Compile a grammar before a sequence needs it."""
+        try:
+            runtime = self._registry.get(request.placement, request.epoch, request.stage)
+            await runtime.prepare_grammar(request.grammar)
+        except LaminaError as error:
+            await abort(context, error)
+        return wpb.PrepareGrammarResponse()
+
     # The stubs know only generators; answers here come from another task, through context.write.
     async def Steps(  # type: ignore[override] # noqa: N802
         self, requests: AsyncIterator[pb.StepsRequest], context: Context

@@ -252,7 +252,9 @@ class StageRegistry:
                 await device.call(stage.free)
             raise
         key = request.key
-        runtime = StageRuntime(key, stage, device, model.spec, request.layers, request.settings, self._settings.name)
+        runtime = StageRuntime(
+            key, stage, device, model.spec, request.layers, request.settings, self._settings.name, grammars
+        )
         await self._hold(runtime)
         _log.info("stage %s#%d: layers %s loaded from %s", key.placement, key.index, request.layers, path)
         return runtime

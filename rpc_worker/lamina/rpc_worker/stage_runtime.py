@@ -9,11 +9,12 @@ from collections import deque
 from dataclasses import dataclass
 
 from lamina.rpc_worker.device_thread import DeviceThread
+from lamina.rpc_worker.grammar import GrammarCompiler
 from lamina.rpc_worker.link import Link
 from lamina.rpc_worker.stage import Stage, StageResult
 from lamina.rpc_worker.step_queue import StepQueue
 from lamina.rpc_worker.step_runner import Outcome, StepRunner
-from lamina.spec.errors import InvalidPlan, LaminaError, StaleEpoch, Unavailable, WorkerLost
+from lamina.spec.errors import InvalidPlan, InvalidRequest, LaminaError, StaleEpoch, Unavailable, WorkerLost
 from lamina.spec.ids import Epoch, PlacementId
 from lamina.spec.model import LayerRange, ModelSpec
 from lamina.spec.placement import StageSettings
@@ -78,7 +79,9 @@ class StageRuntime:
         layers: LayerRange,
         settings: StageSettings,
         worker_name: str,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
+        """`grammars` is the last stage's, which shares it with `stage`."""
         self.key = key
         self.stage = stage
         self.device = device
@@ -86,6 +89,7 @@ class StageRuntime:
         self.layers = layers
         self.settings = settings
         self.worker_name = worker_name
+        self._grammars = grammars
         self._who = f"{worker_name} (layers {layers})"
         self._queue = StepQueue(
             key.epoch, settings, takes_tokens=key.is_first, hidden=spec.hidden, vocab_size=spec.vocab_size
@@ -111,7 +115,9 @@ class StageRuntime:
 
     def successor(self, key: StageKey) -> "StageRuntime":
         """The same weights under another placement or epoch. This runtime must have ended, or never begun."""
-        return StageRuntime(key, self.stage, self.device, self.spec, self.layers, self.settings, self.worker_name)
+        return StageRuntime(
+            key, self.stage, self.device, self.spec, self.layers, self.settings, self.worker_name, self._grammars
+        )
 
     def check_key(self, placement: str, epoch: int, stage: int) -> None:
         """Raise StaleEpoch unless these name this stage in its present epoch."""
@@ -162,6 +168,12 @@ class StageRuntime:
             case SampleToken(epoch, seq, pos, token):
                 self._queue.add_token(epoch, seq, pos, token)
         self._runner.wake()
+
+    async def prepare_grammar(self, grammar: str) -> None:
+        """Have a grammar compiled beside the steps. Raises InvalidRequest, Unavailable, InvalidCheckpoint."""
+        if self._grammars is None:
+            raise InvalidRequest(f"{self._who}: only the last stage follows grammars")
+        await self._grammars.prepare(grammar)
 
     # -- the edge from the stage before
 

@@ -2,10 +2,13 @@
 
 The matcher itself runs beside the sampler, on the last stage. Building and checking a grammar takes from a millisecond
 to a second and lets go of the interpreter: call it from a thread. Results are kept, since clients repeat their schemas.
+What would take far longer, and cannot be stopped once it has begun, is refused by its numbers.
 """
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -18,9 +21,13 @@ if TYPE_CHECKING:
 
 # JSON allows any amount of white space anywhere, and a small model may never leave it. Enough for an indented document.
 _WHITE_SPACE = "[ \\t\\n]{1,16}"
-# OpenAI takes 120,000 characters of names and values. Compiling takes the last stage some seconds per MiB, and
-# its steps wait if a prompt is done before that.
+# OpenAI takes 120,000 characters of names and values. The last stage compiles some seconds per MiB.
 _MAX_CHARACTERS = 2**18
+_MAX_PATTERNS = 100  # patternProperties in all: each pair is compared, at some 0.1 ms
+# multipleOf takes a state, some 10 us, for each remainder of its odd part (that without factors of 2 and 5, which cost
+# nothing in decimal), and where several meet, of their least common multiple. So much for one place, and for all.
+_MAX_DIVISOR = 10_000
+_MAX_DIVISORS = 100_000
 
 
 def json_object_grammar() -> str:
@@ -30,6 +37,7 @@ def json_object_grammar() -> str:
 
 def schema_grammar(schema: Mapping[str, object]) -> str:
     """A document that `schema` accepts. Raises InvalidRequest for a schema that is wrong or cannot be enforced."""
+    _check_costs(schema)
     return _schema_grammar(_bounded(json.dumps(schema), "the JSON schema"))
 
 
@@ -40,7 +48,11 @@ def lark_grammar(source: str) -> str:
 
 
 def embedded_schema(schema: Mapping[str, object], *, strict: bool) -> str:
-    """A rule body for `lark_grammar`. What the schema says beyond what can be enforced is refused only if `strict`."""
+    """A rule body for `lark_grammar`. What the schema says beyond what can be enforced is refused only if `strict`.
+
+    Raises InvalidRequest for what would take too long.
+    """
+    _check_costs(schema)
     own = schema.get("x-guidance")
     options = {**(own if isinstance(own, Mapping) else {}), "whitespace_pattern": _WHITE_SPACE, "lenient": not strict}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
@@ -54,6 +66,49 @@ def _schema_grammar(schema: str) -> str:
     except ValueError as error:  # its own reader of JSON takes less than Python's: depth, large numbers, surrogates
         raise InvalidRequest(f"the JSON schema cannot be enforced: {error}") from None
     return _checked(grammar, "the JSON schema")
+
+
+def _check_costs(schema: Mapping[str, object]) -> None:
+    """Raise InvalidRequest for the two keywords whose cost grows out of all proportion to their length."""
+    num_patterns = 0
+    divisors: list[int] = []
+    for key, value in _entries(schema):
+        if key == "patternProperties" and isinstance(value, Mapping):
+            num_patterns += len(value)
+        elif key == "multipleOf" and isinstance(value, int | float):
+            divisors.append(_odd_part(value))
+    if num_patterns > _MAX_PATTERNS:
+        raise InvalidRequest(
+            f"the JSON schema cannot be enforced: {num_patterns} patternProperties, at most {_MAX_PATTERNS} are taken"
+        )
+    if math.lcm(*divisors) > _MAX_DIVISOR or sum(divisors) > _MAX_DIVISORS:
+        raise InvalidRequest(
+            "the JSON schema cannot be enforced: multipleOf takes too many states; use smaller or rounder divisors:"
+            f" without factors of 2 and 5 their least common multiple may be {_MAX_DIVISOR}, their sum {_MAX_DIVISORS}"
+        )
+
+
+def _entries(schema: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Every key and value at any depth."""
+    stack: list[object] = [schema]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, Mapping):
+            yield from node.items()
+            stack.extend(node.values())
+        elif isinstance(node, list):
+            stack.extend(node)
+
+
+def _odd_part(value: float) -> int:
+    """Of the number's digits; 1 for what the compiler refuses, zero and what is not finite."""
+    if isinstance(value, float):
+        value = int("".join(map(str, Decimal(str(value)).as_tuple().digits)) or 0)
+    part = value or 1
+    for factor in (2, 5):
+        while part % factor == 0:
+            part //= factor
+    return part
 
 
 def _bounded(source: str, what: str) -> str:

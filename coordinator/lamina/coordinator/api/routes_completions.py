@@ -62,7 +62,9 @@ async def _prepare(
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true")
     service.check_ready()
-    return await service.prepare(convert)
+    generation = await service.prepare(convert)
+    await service.prepare_grammar(generation)
+    return generation
 
 
 async def _start(

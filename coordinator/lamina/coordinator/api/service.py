@@ -55,6 +55,11 @@ class InferenceService:
         """Run templates, tokenizer and the like in the pool, so that the loop goes on."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
+    async def prepare_grammar(self, request: GenerationRequest) -> None:
+        """Before `generate`: have the request's grammar compiled where it is used. Raises as that does."""
+        if request.grammar:
+            await self._ready_engine().prepare_grammar(request.grammar)
+
     def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent]:
         """Queue every choice of the request; its events as they come. Close it to cancel what is left.
 

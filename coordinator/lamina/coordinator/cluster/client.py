@@ -153,6 +153,13 @@ class WorkerClient:
         response: wpb.UnloadResponse = await self._call(self._stub.Unload(request, timeout=CALL_DEADLINE_S))
         return response.num_stages
 
+    async def prepare_grammar(self, placement: Placement, stage: StageSpec, grammar: str) -> None:
+        """Have the last stage compile a grammar. Raises InvalidRequest or Unavailable with the reason, if it cannot."""
+        request = wpb.PrepareGrammarRequest(
+            placement=placement.id, epoch=placement.epoch, stage=stage.index, grammar=grammar
+        )
+        await self._call(self._stub.PrepareGrammar(request, timeout=CALL_DEADLINE_S))
+
     async def open_steps(self, placement: Placement, stage: StageSpec, settings: StageSettings) -> "StepsCall":
         """The Steps stream of a stage, accepted by the worker."""
         # Requests are bytes already: a plan is serialised once for all stages, waiting commands are joined.

@@ -4,6 +4,7 @@ Owned by the coordinator's loop. It routes; it decides nothing.
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 import grpc
@@ -19,6 +20,7 @@ from lamina.wire.convert import done_from_message, encode_command
 from lamina.wire.status import error_from_name, error_from_rpc
 
 _BATCH_BYTES = 2**20  # commands are joined until a message has so many; each is far smaller than what gRPC may carry
+_NUM_GRAMMARS = 8  # that the last stage is sure to have still; it keeps twice as many
 
 
 async def _next_request(outbox: Mailbox[bytes]) -> bytes:
@@ -54,6 +56,7 @@ class Pipeline:
         self._calls = calls
         self._outboxes: list[Mailbox[bytes]] = [Mailbox() for _ in calls]  # encoded commands
         self._answers: Mailbox[StepDone | LaminaError] = Mailbox()
+        self._grammars: OrderedDict[str, None] = OrderedDict()  # prepared; the one used last comes last
         self._last_answered = -1
         self._failure: LaminaError | None = None
         self._tasks = [asyncio.create_task(self._write(i)) for i in range(len(calls))]
@@ -75,6 +78,18 @@ class Pipeline:
     def remove_sequence(self, remove: RemoveSequence) -> None:
         """Have every stage forget a sequence; all steps that name it are done."""
         self._send_all(encode_command(remove))
+
+    async def prepare_grammar(self, grammar: str) -> None:
+        """Have the last stage compile a grammar, so that no step waits for it; at once if it has it from before.
+
+        Raises InvalidRequest if it cannot be used, Unavailable if it takes too long, and what a lost worker raises.
+        """
+        if grammar not in self._grammars:
+            await self._workers[-1].prepare_grammar(self.placement, self.placement.stages[-1], grammar)
+        self._grammars[grammar] = None
+        self._grammars.move_to_end(grammar)
+        if len(self._grammars) > _NUM_GRAMMARS:
+            self._grammars.popitem(last=False)
 
     async def next_done(self) -> StepDone:
         """The next answer. Raises what ended the epoch: WorkerLost with the worker's name, or what a stage reported.

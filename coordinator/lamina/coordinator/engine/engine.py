@@ -68,6 +68,15 @@ class Engine:
         """What ended the pipeline, once it has ended."""
         return await asyncio.shield(self._ended)
 
+    async def prepare_grammar(self, grammar: str) -> None:
+        """Before a request with a grammar is submitted: have it compiled, so that no step waits for it.
+
+        Raises InvalidRequest if it cannot be used, Unavailable if it takes too long, and what ended the pipeline.
+        """
+        if self._failure is not None:
+            raise self._failure
+        await self._pipeline.prepare_grammar(grammar)
+
     def submit(self, request: SequenceRequest) -> "TokenStream":
         """Queue a request. Iterate the stream to its end, or close it.
 
