@@ -138,3 +138,25 @@ def test_whatever_comes_wakes_a_thread_that_waits_for_its_device() -> None:
                     await asyncio.sleep(0.001)
 
     asyncio.run(scene())
+
+
+def test_a_worker_that_waits_for_its_turn_is_woken_once() -> None:
+    """What the loop brings while the thread is busy is found in one go, and after whatever was submitted before it."""
+
+    async def scene() -> None:
+        async with running(CountingBackend()) as device:
+            worker, order = Watched(num_looks=0, nap_s=0), []
+            with busy(device):
+                for _ in range(3):
+                    device.wake(worker)
+                device.post(lambda: order.append(len(worker.looks)), lambda _: None)
+                for _ in range(3):
+                    device.wake(worker)
+            await device.call(lambda: None)
+            assert order == [1]
+            assert len(worker.looks) == 2
+            device.wake(worker)
+            await device.call(lambda: None)
+            assert len(worker.looks) == 3
+
+    asyncio.run(scene())

@@ -45,7 +45,8 @@ class DeviceThread:
     def __init__(self, backend: Backend, name: str) -> None:
         self.backend = backend
         self._loop = asyncio.get_running_loop()
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | Worker | None] = queue.SimpleQueue()
+        self._woken: set[Worker] = set()  # in the queue, with nothing submitted behind them
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._reading: asyncio.Future[None] | None = None  # of the facts, while one is under way
         self._watched: dict[Worker, float] = {}  # those with launched work, and when to look; the thread's own
@@ -61,11 +62,17 @@ class DeviceThread:
                 outcome = error
             self.tell_loop(lambda: on_done(outcome))
 
+        self._woken.clear()
         self._queue.put(job)
 
     def wake(self, worker: Worker) -> None:
-        """Have the thread advance `worker`, after what was submitted before. From any thread."""
-        self._queue.put(lambda: self._advance(worker))
+        """Have the thread advance `worker`, after what was submitted before. From any thread.
+
+        Whoever is still in the queue is not put there again: it will find all that came meanwhile.
+        """
+        if worker not in self._woken:
+            self._woken.add(worker)
+            self._queue.put(worker)
 
     def tell_loop(self, fn: Callable[[], None]) -> None:
         """Call `fn` on the loop, in order. From any thread; dropped once the loop is closed."""
@@ -132,7 +139,11 @@ class DeviceThread:
                 continue
             if job is None:
                 break
-            job()
+            if callable(job):
+                job()
+            else:
+                self._woken.discard(job)  # first: whatever comes from now on may be overlooked
+                self._advance(job)
         failure: Exception | None = None
         try:
             self.backend.close()

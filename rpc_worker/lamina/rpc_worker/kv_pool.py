@@ -86,6 +86,8 @@ class SequenceTables:
         """The arrays of a plan that has been applied."""
         slices, tables, block_tokens = plan.slices, self._tables, self._settings.block_tokens
         count, counting = len(slices), self._counting
+        if count == 1 and slices[0].num_tokens == 1:
+            return self._locate_one(tables[slices[0].seq].row, slices[0].pos)
         table_rows = np.array([tables[piece.seq].row for piece in slices], np.int32)
         firsts = np.array([piece.pos for piece in slices], np.int32)
         if plan.num_rows == count:  # decode: a row each; this path is most steps, and short
@@ -96,11 +98,21 @@ class SequenceTables:
             np.cumsum(counts, out=row_starts[1:])
             positions = counting[: row_starts[-1]] + np.repeat(firsts - row_starts[:-1], counts)
             table_of_row = np.repeat(table_rows, counts)
-        indices = positions // block_tokens
-        offsets = positions - indices * block_tokens
+        indices, offsets = np.divmod(positions, block_tokens)
         width = int(indices.max()) + 1
         slots = tuple(table[table_of_row, indices] * block_tokens + offsets for table in self._blocks)
         return Location(positions, row_starts, slots, tuple(table[table_rows, :width] for table in self._blocks))
+
+    def _locate_one(self, row: int, pos: int) -> Location:
+        """One token of one sequence: a stream waits for this, and arrays of one value cost as much as of many."""
+        index, offset = divmod(pos, self._settings.block_tokens)
+        slots = [table.item(row, index) * self._settings.block_tokens + offset for table in self._blocks]
+        return Location(
+            np.array((pos,), np.int32),
+            self._counting[:2],
+            tuple([np.array((slot,), np.int32) for slot in slots]),
+            tuple([table[row : row + 1, : index + 1] for table in self._blocks]),
+        )
 
     def blocks_of(self, seq: SeqId, group: int) -> Ints:
         """The sequence's table row, int32 [max blocks]."""

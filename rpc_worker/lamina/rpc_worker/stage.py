@@ -362,16 +362,15 @@ class Stage:
     def _located(self, plan: StepPlan) -> PreparedStep:
         """A step whose plan the tables follow already."""
         place = self._tables.locate(plan)
+        where = (place.positions, place.row_starts, place.slots, place.blocks)
         logit_rows = _logit_rows(plan, place.row_starts[1:] - 1)
-        arrays = StepArrays(place.positions, place.row_starts, place.slots, place.blocks, logit_rows)
-        shape = arrays.shape
+        shape = StepShape(len(place.positions), len(plan.slices), len(logit_rows))
         if not self.is_last:
-            return PreparedStep(arrays, shape)
+            return PreparedStep(StepArrays(*where, logit_rows), shape)
         rows = tuple([(piece.seq, piece.pos + piece.num_tokens) for piece in plan.slices if piece.want_logits])
-        if plan.num_scored:  # scored rows are among the logit rows, and the host's
-            return PreparedStep(arrays, shape, rows, needs_logits=True)
-        arrays = arrays._replace(sampling=self._sampler.device_params(rows))
-        if self._sampler.needs_logits(rows):
+        # scored rows are among the logit rows, and the host's
+        arrays = StepArrays(*where, logit_rows, None if plan.num_scored else self._sampler.device_params(rows))
+        if plan.num_scored or self._sampler.needs_logits(rows):
             return PreparedStep(arrays, shape, rows, needs_logits=True)
         return PreparedStep(arrays, shape, rows, sampled={key: i for i, key in enumerate(rows)})
 

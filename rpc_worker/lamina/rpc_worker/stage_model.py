@@ -34,11 +34,11 @@ class StepArrays(NamedTuple):
     slots: tuple[Ints, ...]  # by cache group [rows]
     blocks: tuple[Ints, ...]  # by cache group [seqs, max blocks]
     logit_rows: Ints  # [rows whose logits are wanted]
+    sampling: NDArray[np.float32] | None = None  # [logit rows, SAMPLE_PARAMS]; None: argmax will do for all
     tokens: Ints | None = None  # one of -1 - i lies in row i of `lent`
     hidden: NDArray[np.float32] | None = None
     lent: Loan | None = None  # by a stage of this process: without `tokens` the hidden state
     is_staged: bool = False  # all but tokens and hidden state has gone up already, see `StageModel.stage`
-    sampling: NDArray[np.float32] | None = None  # [logit rows, SAMPLE_PARAMS]; None: argmax will do for all
 
     @property
     def shape(self) -> StepShape:
