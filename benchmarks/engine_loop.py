@@ -61,7 +61,14 @@ class InstantPipeline:
 
 
 class EngineLoop:
-    """Command `measure`."""
+    """Commands `measure` and `submit`."""
+
+    def submit(self, prompt_tokens: int, num_requests: int) -> float:
+        """CPU microseconds from a request's submission to the bytes of its first step, the least of many requests.
+
+        Prompts are random, so that none shares a prefix with another.
+        """
+        return asyncio.run(_measure_submit(prompt_tokens, num_requests))
 
     def measure(self, num_seqs: int, num_stages: int, num_tokens: int, profile: bool = False) -> dict[str, object]:
         """CPU microseconds of a step in which all sequences decode: scheduling, encoding, parsing, handing out."""
@@ -73,6 +80,27 @@ class EngineLoop:
             pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(_NUM_PROFILED)
             answer["profile"] = text.getvalue()
         return answer
+
+
+async def _measure_submit(prompt_tokens: int, num_requests: int) -> float:
+    config = SchedulerConfig(
+        num_stages=1, max_rows=2048, max_seqs=64, max_logit_rows=64, max_context=8192, prefill_chunk_tokens=2048,
+        num_blocks=(4 * 8192 // 16,),
+    )  # fmt: skip
+    pipeline = InstantPipeline(1)
+    engine = Engine(Scheduler(config, Epoch(1)), pipeline)  # type: ignore[arg-type]
+    engine.start()
+    times = []
+    for i in range(num_requests):
+        request = SequenceRequest(tuple(random_ids(prompt_tokens, i)), SamplingParams(), frozenset(), 1)
+        pipeline.outside_s = 0.0
+        start = time.thread_time()
+        stream = engine.submit(request)
+        times.append(time.thread_time() - start - pipeline.outside_s)
+        async for _ in stream:
+            pass
+    await engine.close()
+    return 1e6 * min(times)
 
 
 async def _measure(
@@ -107,7 +135,8 @@ async def _measure(
 
 def main() -> None:
     """Serve commands."""
-    serve_commands({"measure": EngineLoop().measure})
+    loop = EngineLoop()
+    serve_commands({"measure": loop.measure, "submit": loop.submit})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ any gap would reach: time of a step of 8 rows over one of 4 on one worker), busy
 busy of two stages spends inside ops), cpu.coordinator.s8 (its CPU time per token),
 ttft.{cold_ms,warm_ms,warm_over_cold} (prefix of 1,000 tokens),
 hop.{p50_us,p99_us} (16 KiB, worker to worker, loopback, idle) and hop.busy.{p50_us,p99_us} (beside a stage that
-computes), coordinator.tokens_per_s (mock workers, 64 streams, full HTTP path), loop.us_per_step (64 sequences).
+computes), coordinator.tokens_per_s (mock workers, 64 streams, full HTTP path), loop.us_per_step (64 sequences),
+submit.us.{512,2048} (from a submitted prompt to its encoded plan).
 The load generator is benchmarks/load.py: raw asyncio protocols, a process of its own.
 """
 
@@ -28,6 +29,7 @@ STREAMS = (1, 4, 8, 16)
 _AT_EIGHT = ("scale.w2_over_w1.s8", "busy.min.s8", "cpu.coordinator.s8")
 _PREFIX_TOKENS = 1000
 _FRAME_BYTES = 16 * 1024
+_SUBMITTED_TOKENS = (512, 2048)
 _MOCK_STREAMS = 64
 _SERVING = re.compile(r"at (http://\S+?),")
 _READY = re.compile(r"^ready")
@@ -233,6 +235,10 @@ def measure_loop(report: Report, num_rounds: int) -> None:
         arguments = {"num_seqs": 64, "num_stages": 2, "num_tokens": 300}
         times = [float(child.ask("measure", **arguments)["us_per_step"]) for _ in range(num_rounds + 1)][1:]
         report.add(figure("loop.us_per_step", "us", times, note="CPU time, steps of 64 sequences for 2 stages"))
+        for num_tokens in _SUBMITTED_TOKENS:
+            least = float(child.ask("submit", prompt_tokens=num_tokens, num_requests=100))
+            note = f"CPU time until the plan of a prompt of {num_tokens} is encoded, least of 100"
+            report.add(Figure(f"submit.us.{num_tokens}", least, "us", rounds=100, note=note))
         print(child.ask("measure", profile=True, **arguments)["profile"], file=sys.stderr)
 
 
@@ -244,7 +250,7 @@ def main() -> None:
     report.facts["load_generator"] = "benchmarks/load.py"
     num_rounds = args.rounds or (3 if args.quick else 5)
     try:
-        if report.wants("loop.us_per_step"):
+        if report.wants("loop.us_per_step", *(f"submit.us.{n}" for n in _SUBMITTED_TOKENS)):
             measure_loop(report, num_rounds)
         with closing(start_child("load.py")) as load, closing(start_child("probe.py")) as probe:
             if report.wants("coordinator.tokens_per_s"):

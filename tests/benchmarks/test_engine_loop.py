@@ -9,3 +9,7 @@ def test_steps_are_counted_and_timed() -> None:
     assert isinstance(answer["us_per_step"], float)
     assert 0 < answer["us_per_step"] < 1e6
     assert "schedule" in str(answer["profile"])
+
+
+def test_submission_is_timed() -> None:
+    assert 0 < EngineLoop().submit(prompt_tokens=64, num_requests=3) < 1e6

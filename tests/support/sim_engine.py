@@ -153,9 +153,9 @@ class SimEngine:
         assert all(block.num_users == count for block, count in users.items())
         assert all(block.state is BlockState.WRITTEN_NOT_IN_USE and not block.num_users for block in unused)
         assert all(users[block] == 1 for block in users if block.state is BlockState.PENDING_WRITE)
-        for group, num_blocks in enumerate(self.scheduler.config.num_blocks):
-            ids = [block.ids[group] for block in (*users, *unused)] + pool._free[group]
-            assert sorted(ids) == list(range(num_blocks))
+        for group in range(len(self.scheduler.config.num_blocks)):
+            ids = [ids[group] for ids in (*(block.ids for block in (*users, *unused)), *pool._free)]
+            assert sorted(ids) == list(range(min(self.scheduler.config.num_blocks)))
         assert ledger._num_promised == sum(seq.promised for seq in self._holders())
         assert ledger.slack >= 0
 

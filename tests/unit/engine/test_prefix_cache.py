@@ -24,7 +24,7 @@ def cache(pool: BlockPool) -> PrefixCache:
 def insert(cache: PrefixCache, pool: BlockPool, place: Place, tokens: TokenBlock) -> PrefixNode:
     """A new node with one user."""
     assert cache.find(place, tokens) is None
-    return cache.insert(place, tokens, pool.allocate(1)[0])
+    return cache.insert(place, [tokens], pool.allocate(1))[0]
 
 
 def test_equal_blocks_in_other_contexts_never_alias(cache: PrefixCache, pool: BlockPool) -> None:
@@ -119,3 +119,30 @@ def test_an_unlinked_node_is_found_no_more_and_freed_by_its_last_user(cache: Pre
         cache.leave(node)
     assert (pool.num_free, cache.num_unused) == (free + 1, 2)
     assert cache.find(a, B) is again
+
+
+def test_a_run_of_blocks_is_found_one_below_the_other(cache: PrefixCache, pool: BlockPool) -> None:
+    """Also where the parent has other children; below a node that is unlinked nothing is found."""
+    root = insert(cache, pool, "", A)
+    insert(cache, pool, root, A)
+    first, second = cache.insert(root, [B, C], pool.allocate(2))
+    assert cache.find(root, B) is first
+    assert cache.find(first, C) is second
+    cache.unlink(root)
+    below = cache.insert(second, [A, B], pool.allocate(2))
+    assert not any(node.is_linked for node in (first, second, *below))
+    assert cache.find(root, B) is cache.find(second, A) is cache.find(below[0], B) is None
+
+
+def test_siblings_are_evicted_one_by_one(cache: PrefixCache, pool: BlockPool) -> None:
+    """Whichever goes first, the others are found as before, and a place that is free is taken again."""
+    root = insert(cache, pool, "", A)
+    nodes = {tokens: insert(cache, pool, root, tokens) for tokens in (A, B, C)}
+    for gone in (A, C):
+        cache.leave(nodes[gone])
+        cache.evict()
+        assert cache.find(root, gone) is None
+        assert cache.find(root, B) is nodes[B]
+    again = insert(cache, pool, root, C)
+    assert cache.find(root, C) is again
+    assert cache.find(root, B) is nodes[B]

@@ -42,20 +42,23 @@ class BlockPool:
         """`num_blocks` by cache group. Raises InvalidConfig if a group has none."""
         if not num_blocks or min(num_blocks) < 1:
             raise InvalidConfig(f"every cache group needs at least one block, got {num_blocks}")
-        self._free = [[BlockId(i) for i in reversed(range(count))] for count in num_blocks]
         self.num_blocks = min(num_blocks)
-        self.num_free = self.num_blocks
+        # An id of each group, always the same: those of a larger group that are left over are never used.
+        self._free = [(BlockId(i),) * len(num_blocks) for i in reversed(range(self.num_blocks))]
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that may be allocated."""
+        return len(self._free)
 
     def allocate(self, count: int) -> list[Block]:
         """So many blocks with one user each, their writer. Raises CapacityExceeded, taking none, if fewer are free."""
         if count > self.num_free:
             raise CapacityExceeded(f"{self.num_free} of {self.num_blocks} KV blocks are free, {count} are wanted")
-        self.num_free -= count
-        taken = [ids[: -count - 1 : -1] for ids in self._free]
-        for ids in self._free:
-            del ids[len(ids) - count :]
-        pending = BlockState.PENDING_WRITE
-        return [Block(ids, pending, 1) for ids in zip(*taken, strict=True)]
+        pending, free = BlockState.PENDING_WRITE, self._free
+        blocks = [Block(ids, pending, 1) for ids in free[: -count - 1 : -1]]
+        del free[len(free) - count :]
+        return blocks
 
     def seal(self, block: Block) -> None:
         """The block is full: nobody writes it any more, others may read it."""
@@ -93,9 +96,7 @@ class BlockPool:
     def _take_back(self, block: Block) -> None:
         block.state = BlockState.UNALLOCATED
         block.num_users = 0
-        for ids, block_id in zip(self._free, block.ids, strict=True):
-            ids.append(block_id)
-        self.num_free += 1
+        self._free.append(block.ids)
 
 
 def _refusal(block: Block, action: str) -> RuntimeError:

@@ -8,8 +8,6 @@ worth something:
 so a promised block can always be had, if need be by evicting. A sequence without a promise left grows from the slack.
 """
 
-from collections.abc import Iterator
-
 from lamina.coordinator.engine.block_pool import BlockPool
 from lamina.coordinator.engine.prefix_cache import Place, PrefixCache, PrefixNode, TokenBlock
 from lamina.coordinator.engine.sequence import Sequence
@@ -118,11 +116,14 @@ class KvLedger:
         if not seq.indexing or (depth + 1) * BLOCK_TOKENS > num_positions:
             return
         place, blocks = _end_of(seq), seq.blocks[depth : num_positions // BLOCK_TOKENS]
-        for block, tokens in zip(blocks, _blocks_of(seq, depth * BLOCK_TOKENS, num_positions), strict=True):
+        packed = seq.tokens[depth * BLOCK_TOKENS : num_positions].tobytes()
+        keys = [packed[at : at + _BLOCK_BYTES] for at in range(0, len(blocks) * _BLOCK_BYTES, _BLOCK_BYTES)]
+        for index, tokens in enumerate(keys):
             node = self._cache.find(place, tokens)
-            if node is None:
-                node = self._cache.insert(place, tokens, block)
-            elif node.block.num_users or self.slack > 0:
+            if node is None:  # and so is everything below it
+                seq.chain += self._cache.insert(place, keys[index:], blocks[index:])
+                return
+            if node.block.num_users or self.slack > 0:
                 self._cache.hold(node)
             else:
                 seq.indexing = False
@@ -163,8 +164,9 @@ class KvLedger:
         if not self._prefix_caching:
             return found
         place = _end_of(seq)
-        for tokens in _blocks_of(seq, seq.room, len(seq.tokens) - 1):
-            node = self._cache.find(place, tokens)
+        tokens = seq.tokens
+        for start in range(seq.room, len(tokens) - BLOCK_TOKENS, BLOCK_TOKENS):
+            node = self._cache.find(place, tokens[start : start + BLOCK_TOKENS].tobytes())
             if node is None:
                 break
             found.append(node)
@@ -186,9 +188,3 @@ def _end_of(seq: Sequence) -> Place:
 def _next_place(seq: Sequence) -> PrefixPlace:
     start = len(seq.chain) * BLOCK_TOKENS
     return _end_of(seq), seq.tokens[start : start + BLOCK_TOKENS].tobytes()
-
-
-def _blocks_of(seq: Sequence, start: int, stop: int) -> Iterator[TokenBlock]:
-    """Its full blocks within these positions; `start` is a block's first."""
-    packed = seq.tokens[start:stop].tobytes()
-    return (packed[at : at + _BLOCK_BYTES] for at in range(0, len(packed) - _BLOCK_BYTES + 1, _BLOCK_BYTES))

@@ -8,6 +8,7 @@ a child becomes unused no later than its parent, and the least recently used unu
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamina.coordinator.engine.block_pool import Block, BlockPool
@@ -61,21 +62,34 @@ class PrefixCache:
                 return child
         return others.get(tokens) if others else None
 
-    def insert(self, parent: Place, tokens: TokenBlock, block: Block) -> PrefixNode:
-        """Index a block that its writer, who uses `parent` too, has filled; it is sealed. `find` came back empty."""
-        self._pool.seal(block)
+    def insert(self, parent: Place, tokens: Sequence[TokenBlock], blocks: Sequence[Block]) -> list[PrefixNode]:
+        """Index blocks that follow each other and that their writer, who uses `parent` too, has filled.
+
+        They are sealed. `find` came back empty for the first.
+        """
+        is_linked = isinstance(parent, str) or parent.is_linked
+        seal, nodes, above = self._pool.seal, [], parent
+        for key, block in zip(tokens, blocks, strict=True):
+            seal(block)
+            node = PrefixNode(above, key, block, is_linked, False, None, None)
+            if nodes and is_linked:
+                nodes[-1].child = node
+            nodes.append(node)
+            above = node
+        if is_linked:
+            self._link(nodes[0])
+        return nodes
+
+    def _link(self, node: PrefixNode) -> None:
+        """Have a node found below its parent."""
+        parent = node.parent
         if isinstance(parent, str):
-            node = PrefixNode(parent, tokens, block, True, False, None, None)
-            self._roots.setdefault(parent, {})[tokens] = node
-            return node
-        node = PrefixNode(parent, tokens, block, parent.is_linked, False, None, None)
-        if parent.is_linked:
-            if parent.child is None:
-                parent.child = node
-            else:
-                parent.others = parent.others or {}
-                parent.others[tokens] = node
-        return node
+            self._roots.setdefault(parent, {})[node.tokens] = node
+        elif parent.child is None:
+            parent.child = node
+        else:
+            parent.others = parent.others or {}
+            parent.others[node.tokens] = node
 
     def hold(self, node: PrefixNode) -> None:
         """One more user; the caller uses the parent already."""

@@ -115,7 +115,8 @@ class Sequence:
         """The blocks that no plan has named yet, by cache group."""
         new = self.blocks[self.num_sent_blocks :]
         self.num_sent_blocks = len(self.blocks)
-        return tuple(zip(*(block.ids for block in new), strict=True))
+        groups = range(len(new[0].ids)) if new else ()
+        return tuple([tuple([block.ids[group] for block in new]) for group in groups])
 
     def introduce(self, seq: SeqId) -> AddSequence:
         """Give it an identity; what the last stage must know of it."""
