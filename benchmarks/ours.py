@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from contest import STREAM_PROMPT_TOKENS, random_ids, serve_commands
@@ -16,9 +17,10 @@ from split import balanced_ranges
 
 from lamina.coordinator.engine.engine import Engine
 from lamina.coordinator.engine.sequence import SequenceRequest
-from lamina.coordinator.model_file import open_model_file
+from lamina.coordinator.model_file import ModelFile, open_model_file
 from lamina.coordinator.session import SchedulingChoice, Session, SessionSettings, SplitChoice, open_session
 from lamina.spec.address import parse_address
+from lamina.spec.model import LayerRange
 from lamina.spec.placement import StageSettings
 from lamina.spec.sampling import SamplingParams
 
@@ -35,13 +37,35 @@ class Ours:
         self._stack = AsyncExitStack()
         self._session: Session | None = None
 
-    def load(self, model: str, workers: Sequence[str], kv_dtype: str = "f16", max_rows: int = 512) -> dict[str, object]:
-        """Bring the model up over the workers, split so that each reads about the same number of bytes."""
+    def load(
+        self,
+        model: str,
+        workers: Sequence[str],
+        kv_dtype: str = "f16",
+        max_rows: int = 512,
+        stages: Sequence[Sequence[int]] = (),
+        first_layers: int = 0,
+    ) -> dict[str, object]:
+        """Bring the model up over the workers, split so that each stage reads about the same number of bytes.
+
+        `stages` are (worker, device) of each, the first device of every worker by default. With `first_layers` the
+        first of two stages has as many.
+        """
         file = open_model_file(Path(model))
-        ranges = balanced_ranges(file.spec, file.tensors, len(workers))
+        places = stages or [(index, 0) for index in range(len(workers))]
+        ranges = balanced_ranges(file.spec, file.tensors, len(places))
+        if first_layers:
+            ranges = LayerRange(0, first_layers), LayerRange(first_layers, file.spec.num_layers)
+        with TemporaryDirectory() as folder:
+            split = Path(folder) / "split.yaml"
+            split.write_text(split_text([workers[worker] for worker, _ in places], places, ranges), "utf-8")
+            self._open(file, workers, SplitChoice(file=split), kv_dtype, max_rows)
+        return {"split": [str(layers) for layers in ranges]}
+
+    def _open(self, file: ModelFile, workers: Sequence[str], split: SplitChoice, kv_dtype: str, max_rows: int) -> None:
         settings = SessionSettings(
             workers=tuple(parse_address(worker) for worker in workers),
-            split=SplitChoice(ranges=ranges),
+            split=split,
             stage=StageSettings(
                 max_rows=max_rows, max_context=min(_MAX_CONTEXT, file.spec.context_length), kv_dtype=kv_dtype
             ),
@@ -50,7 +74,6 @@ class Ours:
         )
         opening = open_session(file, settings, lambda _: None, lambda _: None)
         self._session = self._run(self._stack.enter_async_context(opening))
-        return {"split": [str(layers) for layers in ranges]}
 
     def prefill(self, num_tokens: int, salt: int) -> float:
         """Tokens per second until the prompt's first token arrives."""
@@ -100,6 +123,14 @@ class Ours:
             return [at async for at in self._generate(ids, num_tokens + 1)]
 
         return common_rate(await asyncio.gather(*(collect(ids) for ids in prompts)))
+
+
+def split_text(addresses: Sequence[str], places: Sequence[Sequence[int]], ranges: Sequence[LayerRange]) -> str:
+    """A split file: each stage's worker, device and layers."""
+    lines = ["workers:"]
+    for address, (_, device), layers in zip(addresses, places, ranges, strict=True):
+        lines += [f"  - address: {address}", f"    device: {device}", f"    layers: {layers}"]
+    return "\n".join(lines) + "\n"
 
 
 def common_rate(streams: Sequence[Sequence[float]]) -> float:
