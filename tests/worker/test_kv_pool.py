@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lamina.kernels.buffer import KvCache
 from lamina.kernels.mock import MockBackend
+from lamina.rpc_worker import kv_pool
 from lamina.rpc_worker.kv_pool import KvPool, SequenceTables
 from lamina.spec.errors import CapacityExceeded, InvalidPlan
 from lamina.spec.ids import BlockId, Epoch, SeqId, StepId
@@ -60,20 +61,23 @@ def test_a_sequence_may_begin_behind_a_cached_prefix() -> None:
     assert tables.blocks_of(SeqId(1), 0).tolist()[:3] == [8, 9, 2]
 
 
+@pytest.mark.parametrize("num_seqs", [1, 2])
 @pytest.mark.parametrize("pos", [31, 32, 40])
-def test_one_token_lies_where_it_does_in_company(pos: int) -> None:
-    """A single stream takes a shorter way to the same arrays, of the same type."""
+def test_few_rows_lie_where_many_would(monkeypatch: pytest.MonkeyPatch, pos: int, num_seqs: int) -> None:
+    """They take a shorter way to the same arrays, of the same type."""
     tables = SequenceTables(POOL, SETTINGS)
-    tables.apply(plan(piece(1, pos, 1, (8, 9, 2), (5, 4, 3)), piece(2, 1, 1, (1,), (2,))))
-    alone = tables.locate(plan(piece(1, pos, 1, (), ())))
-    both = tables.locate(plan(piece(1, pos, 1, (), ()), piece(2, 1, 1, (), ())))
-    assert alone.positions.tolist() == both.positions[:1].tolist() == [pos]
-    assert alone.row_starts.tolist() == both.row_starts[:2].tolist()
-    for group in range(2):
-        assert alone.slots[group].tolist() == both.slots[group][:1].tolist()
-        assert alone.blocks[group].tolist() == both.blocks[group][:1].tolist()
-    arrays = (alone.positions, alone.row_starts, *alone.slots, *alone.blocks)
-    assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
+    tables.apply(plan(piece(7, 1, 1, (1,), (2,)), piece(2, 2, 1, (6,), (1,)), piece(1, pos, 1, (8, 9, 2), (5, 4, 3))))
+    decode = plan(*[piece(1, pos, 1, (), ()), piece(2, 2, 1, (), ())][:num_seqs])
+    few = tables.locate(decode)
+    monkeypatch.setattr(kv_pool, "_FEW", 0)
+    many = tables.locate(decode)
+    for found, wanted in zip(
+        (few.positions, few.row_starts, *few.slots, *few.blocks),
+        (many.positions, many.row_starts, *many.slots, *many.blocks),
+        strict=True,
+    ):
+        assert found.dtype == wanted.dtype == np.int32
+        assert found.tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize(

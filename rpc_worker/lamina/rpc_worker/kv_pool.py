@@ -19,6 +19,7 @@ from lamina.spec.placement import StageSettings
 from lamina.spec.step import SeqSlice, StepPlan
 
 Ints = NDArray[np.int32]
+_FEW = 8  # rows, up to which integers are faster than arrays
 
 
 @dataclass(slots=True)
@@ -86,11 +87,12 @@ class SequenceTables:
         """The arrays of a plan that has been applied."""
         slices, tables, block_tokens = plan.slices, self._tables, self._settings.block_tokens
         count, counting = len(slices), self._counting
-        if count == 1 and slices[0].num_tokens == 1:
-            return self._locate_one(tables[slices[0].seq].row, slices[0].pos)
+        num_rows = plan.num_rows
+        if num_rows == count <= _FEW:
+            return self._locate_few([tables[piece.seq].row for piece in slices], [piece.pos for piece in slices])
         table_rows = np.array([tables[piece.seq].row for piece in slices], np.int32)
         firsts = np.array([piece.pos for piece in slices], np.int32)
-        if plan.num_rows == count:  # decode: a row each; this path is most steps, and short
+        if num_rows == count:  # decode: a row each; this path is most steps, and short
             positions, row_starts, table_of_row = firsts, counting[: count + 1], table_rows
         else:
             counts = np.array([piece.num_tokens for piece in slices], np.int32)
@@ -103,15 +105,20 @@ class SequenceTables:
         slots = tuple(table[table_of_row, indices] * block_tokens + offsets for table in self._blocks)
         return Location(positions, row_starts, slots, tuple(table[table_rows, :width] for table in self._blocks))
 
-    def _locate_one(self, row: int, pos: int) -> Location:
-        """One token of one sequence: a stream waits for this, and arrays of one value cost as much as of many."""
-        index, offset = divmod(pos, self._settings.block_tokens)
-        slots = [table.item(row, index) * self._settings.block_tokens + offset for table in self._blocks]
+    def _locate_few(self, table_rows: list[int], positions: list[int]) -> Location:
+        """A row each of few sequences: arrays of few values cost as much as of many, integers do not."""
+        block_tokens, tables = self._settings.block_tokens, self._blocks
+        places = [
+            (row, pos // block_tokens, pos % block_tokens) for row, pos in zip(table_rows, positions, strict=True)
+        ]
+        width = max(positions) // block_tokens + 1
+        slots = [[table.item(row, index) * block_tokens + offset for row, index, offset in places] for table in tables]
+        seqs = slice(table_rows[0], table_rows[0] + 1) if len(table_rows) == 1 else table_rows
         return Location(
-            np.array((pos,), np.int32),
-            self._counting[:2],
-            tuple([np.array((slot,), np.int32) for slot in slots]),
-            tuple([table[row : row + 1, : index + 1] for table in self._blocks]),
+            np.array(positions, np.int32),
+            self._counting[: len(places) + 1],
+            tuple([np.array(of_group, np.int32) for of_group in slots]),
+            tuple([table[seqs, :width] for table in tables]),
         )
 
     def blocks_of(self, seq: SeqId, group: int) -> Ints:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -34,7 +34,6 @@ from lamina.wire.version import check_peer, own_version
 
 _log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
-Message = TypeVar("Message")
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -141,7 +140,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, requests: AsyncIterator[pb.StepsRequest], context: Context
     ) -> None:
         """The coordinator's stream: commands in, answers out; its end is the epoch's end."""
-        requests = _parsed(requests)
+        requests = _received(context)
         try:
             runtime = await self._opened_stage(requests)
             responses = runtime.attach_controller()
@@ -170,7 +169,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, requests: AsyncIterator[pb.FramesRequest], context: Context
     ) -> None:
         """The stream of the stage before. What is wrong on it ends it, and nothing else."""
-        requests = _parsed(requests)
+        requests = _received(context)
         try:
             opening = await anext(requests, None)
             if opening is None or opening.WhichOneof("body") != "open":
@@ -189,10 +188,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await abort(context, error)
 
 
-async def _parsed(requests: AsyncIterator[Message]) -> AsyncIterator[Message]:
-    """The stream's messages. Raises InvalidPlan for bytes that are none."""
+async def _received(context: Context) -> AsyncIterator[Any]:
+    """The stream's messages, without gRPC's own iterator in between. Raises InvalidPlan for bytes that are none."""
     try:
-        async for message in requests:
+        while (message := await context.read()) is not grpc.aio.EOF:
             yield message
     except DecodeError as error:
         raise InvalidPlan(f"a message cannot be parsed: {error}") from None
