@@ -136,6 +136,17 @@ def test_every_stage_has_a_micro_batch(num_stages: int, num_sequences: int, size
         assert {piece.seq for piece in earlier.slices} == {piece.seq for piece in later.slices}
 
 
+@pytest.mark.parametrize(("width", "sizes"), [(1.0, [6]), (1.5, [3, 3]), (2.7, [2, 2, 2])])
+def test_micro_batches_are_as_many_as_overlap(width: float, sizes: list[int]) -> None:
+    """Stages of one device take turns anyway: a second micro-batch would only read its weights again."""
+    sim = engine(max_seqs=16, max_logit_rows=16, num_stages=3, pipeline_width=width)
+    for i in range(6):
+        sim.add(request((i + 1,) * 3, 100))
+    for _ in range(40):
+        sim.step()
+    assert [len(issue.plan.slices) for issue in sim.issues[-len(sizes) :]] == sizes
+
+
 def test_least_recently_issued_go_first() -> None:
     """More sequences decode than fit a step: they take turns, none waits twice."""
     sim = engine(max_seqs=2, num_stages=2, max_logit_rows=2)
@@ -207,7 +218,7 @@ def test_shortest_prefill_goes_first() -> None:
 
 def test_limits_of_a_step_hold() -> None:
     """max_seqs and max_logit_rows: with one logit row left the second prompt waits for its last chunk."""
-    sim = engine(max_seqs=3, max_logit_rows=2, num_stages=2, pipeline_width=1.0)
+    sim = engine(max_seqs=3, max_logit_rows=2, num_stages=2, min_prefill_rows=64)
     for i in range(4):
         sim.add(request((i + 1,) * 20, 4))
     issue = sim.issue()

@@ -58,14 +58,20 @@ class SchedulerConfig:
         return min(max(self.run_ahead, 2 * self.num_stages), MAX_RUN_AHEAD)
 
     @property
+    def num_lanes(self) -> int:
+        """Micro-batches that decode in turns: as many as it takes to keep the busiest device at work, each of which
+        reads the weights anew. One where all stages are of one device."""
+        return self.num_stages if self.pipeline_width is None else math.ceil(self.pipeline_width)
+
+    @property
     def max_decodes(self) -> int:
         """Decode slices that fit one step."""
         return min(self.max_rows, self.max_seqs, self.max_logit_rows)
 
     @property
     def max_running(self) -> int:
-        """Admitted sequences: as many as one micro-batch per stage can decode, so that none waits for a slot."""
-        return self.num_stages * self.max_decodes
+        """Admitted sequences: as many as a micro-batch of every lane can decode, so that none waits for a slot."""
+        return self.num_lanes * self.max_decodes
 
 
 def prefill_rows(num_pending: int, num_total: int, budget: int, *, width: float, min_rows: int, step_cost: int) -> int:

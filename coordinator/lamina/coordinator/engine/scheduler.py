@@ -128,10 +128,10 @@ class Scheduler:
         if step - self._done_step > config.max_outstanding:
             return None
         batch, running = Batch(step, config), self._running
-        self._plan_decodes(batch, *running.next_decodes(step, config.num_stages))
+        self._plan_decodes(batch, *running.next_decodes(step, config.num_lanes))
         self._plan_prefills(batch, now)
         if not batch.slices:  # stage 0 has nothing better to do than to wait for a sample
-            lanes = min(config.num_stages, len(running.decoding))
+            lanes = min(config.num_lanes, len(running.decoding))
             self._plan_decodes(batch, *running.next_decodes(step, lanes, may_stall=True))
         if not batch.slices:
             return None
