@@ -1,14 +1,17 @@
 """Mistakes a user makes: one line with cause and remedy, exit code 2, no traceback, and the daemon survives."""
 
+import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from lamina.spec.gguf import read_gguf
-from support.cluster import WorkerProcess, addresses, coordinator, running_workers
+from support.cluster import WorkerProcess, addresses, coordinator, running_workers, start_coordinator
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_llama_tied.gguf"
 
@@ -38,6 +41,38 @@ def assert_still_serves(workers: list[WorkerProcess]) -> None:
 
 def run_with(workers: list[WorkerProcess], model: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     return coordinator("run", str(model), "a", "--raw", "--workers", addresses(workers), *options)
+
+
+@contextmanager
+def silent_port() -> Iterator[str]:
+    """Where something listens and never speaks."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "serve"])
+def test_ctrl_c_while_connecting(command: str) -> None:
+    """Who takes more than a second to answer is named, and nobody need wait for him."""
+    arguments = {"run": ["a"], "plan": [], "serve": ["--port", "0"]}[command]
+    with silent_port() as address:
+        started = start_coordinator(command, str(TINY), *arguments, "--workers", address)
+        try:
+            started.wait_for(rf"connecting to {address} …")
+            start_s = time.monotonic()
+            assert started.stop(signal.SIGINT) == (0 if command == "serve" else 130)
+            assert time.monotonic() - start_s < 2
+            assert "Traceback" not in "".join(started.lines)
+        finally:
+            started.stop()
+
+
+def test_all_workers_that_do_not_answer_are_named(workers: list[WorkerProcess]) -> None:
+    with silent_port() as one, silent_port() as other:
+        silent = coordinator("run", str(TINY), "a", "--workers", f"{one},{workers[0].address},{other}")
+        assert_one_line(silent, f"worker {one}: no connection", f"(nobody answers at {one}, {other})")
+        assert f"connecting to {one}" in silent.stderr
+        quiet = coordinator("run", str(TINY), "a", "-q", "--workers", one)
+        assert "connecting" not in quiet.stderr
 
 
 def test_wrong_path(workers: list[WorkerProcess], tmp_path: Path) -> None:

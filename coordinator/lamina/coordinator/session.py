@@ -19,7 +19,7 @@ from lamina.coordinator.planner.memory import Demand, StagePlan, check_fits, pla
 from lamina.coordinator.planner.partition import partition_by_memory
 from lamina.coordinator.planner.split_file import read_split_file
 from lamina.spec.address import Address
-from lamina.spec.errors import InvalidConfig, InvalidSplit
+from lamina.spec.errors import InvalidConfig, InvalidSplit, WorkerUnreachable
 from lamina.spec.ids import DeviceId, Epoch, PlacementId, WorkerName
 from lamina.spec.model import LayerRange
 from lamina.spec.placement import Placement, StageSettings, StageSpec, check_tiling
@@ -88,10 +88,17 @@ Report = Callable[[LoadProgress | StageLoaded], None]
 
 
 async def dial_all(addresses: Sequence[Address]) -> list[WorkerClient]:
-    """Connected workers in order; on the first failure all are dropped again. Raises InvalidConfig for equal names."""
+    """Connected workers in order; if any fails all are dropped again.
+
+    Raises InvalidConfig for equal names, VersionMismatch, WorkerUnreachable with all that do not answer.
+    """
     results = await asyncio.gather(*(WorkerClient.dial(a) for a in addresses), return_exceptions=True)
     workers = [result for result in results if isinstance(result, WorkerClient)]
     failures = [result for result in results if isinstance(result, BaseException)]
+    silent = [a for a, result in zip(addresses, results, strict=True) if isinstance(result, WorkerUnreachable)]
+    if len(silent) == len(failures) > 1:
+        failures = [WorkerUnreachable(f"{failures[0]} (nobody answers at {', '.join(map(str, silent))})")]
+    failures.sort(key=lambda failure: isinstance(failure, WorkerUnreachable))  # what waiting does not cure comes first
     names = [worker.profile.name for worker in workers]
     if not failures and len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)

@@ -101,7 +101,7 @@ async def run_worker(settings: WorkerSettings) -> None:
         _announce(daemon.settings, daemon.devices)
         await _until_stopped(stop, daemon.settings)
     finally:
-        _log.info("stopping")
+        _log.info("stopping, which takes at most %g s", _GRACE_S + _STOP_DEADLINE_S)
         await daemon.stop()
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from lamina.coordinator.api.service import InferenceService
 from lamina.coordinator.api.state import Draining, Loading, Lost, Ready, StageProgress
 from lamina.coordinator.cli.options import is_interactive
-from lamina.coordinator.cli.progress import LoadBars, idle_line, split_table
+from lamina.coordinator.cli.progress import LoadBars, connecting_line, idle_line, split_table
 from lamina.coordinator.cluster.attendance import Attendance, call_roll
 from lamina.coordinator.cluster.client import LoadProgress, StageLoaded
 from lamina.coordinator.cluster.membership import HEARTBEAT_S, JoinServer
@@ -126,12 +126,20 @@ class Keeper:
         """Open a session and serve until its pipeline ends, which it raises."""
         self._progress = {}
         async with AsyncExitStack() as stack:
-            with LoadBars(self._console, quiet=False, interactive=is_interactive()) as show:
+            with (
+                connecting_line(self._console, settings.workers, quiet=bool(self._told)) as has_connected,
+                LoadBars(self._console, quiet=False, interactive=is_interactive()) as show,
+            ):
+
+                def show_split(stages: tuple[StagePlan, ...]) -> None:
+                    has_connected()
+                    self._show_split(stages)
+
                 session = await stack.enter_async_context(
                     open_session(
                         self._model,
                         settings,
-                        self._show_split,
+                        show_split,
                         self._report_to(show),
                         keeps_requests=self._recover_s > 0,
                         suspended=self._suspended,

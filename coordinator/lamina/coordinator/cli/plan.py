@@ -6,7 +6,7 @@ import sys
 
 from rich.console import Console
 
-from lamina.coordinator.cli.progress import split_json, split_table
+from lamina.coordinator.cli.progress import connecting_line, split_json, split_table
 from lamina.coordinator.model_file import ModelFile
 from lamina.coordinator.planner.memory import Demand, StagePlan, check_fits, plan_stages
 from lamina.coordinator.planner.partition import partition_by_memory
@@ -58,7 +58,9 @@ def plan_offline(
 
 async def plan_online(model: ModelFile, settings: SessionSettings) -> tuple[StagePlan, ...]:
     """A split over the workers' free memory now."""
-    clients = await dial_all(addresses_of(settings))
+    addresses = addresses_of(settings)
+    with connecting_line(Console(stderr=True), addresses):
+        clients = await dial_all(addresses)
     try:
         return choose_split(model, settings, clients)
     finally:

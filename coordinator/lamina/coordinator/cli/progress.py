@@ -1,6 +1,8 @@
 """What a person sees while a model comes up: the split as a table, a bar per stage, plain lines without a terminal."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console, Group
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
@@ -14,6 +16,7 @@ from lamina.spec.address import Address
 from lamina.spec.ids import WorkerName
 
 _MIB = 2**20
+_SILENCE_S = 1.0
 
 
 def compact_table(*headers: str, num_texts: int) -> Table:
@@ -71,6 +74,21 @@ def split_json(stages: Sequence[StagePlan]) -> list[dict[str, object]]:
 def idle_line(name: WorkerName, address: Address) -> str:
     """What to say of a worker without layers."""
     return f"worker {name} at {address} holds no layers and idles"
+
+
+@contextmanager
+def connecting_line(
+    console: Console, addresses: Sequence[Address], *, quiet: bool = False
+) -> Iterator[Callable[[], None]]:
+    """Say who is dialled once that takes a second; what is yielded is to be called when the workers have answered."""
+    line = f"connecting to {', '.join(map(str, addresses))} …"
+    timer = asyncio.get_running_loop().call_later(
+        _SILENCE_S, lambda: None if quiet else console.print(line, highlight=False, soft_wrap=True)
+    )
+    try:
+        yield timer.cancel
+    finally:
+        timer.cancel()
 
 
 class LoadBars:

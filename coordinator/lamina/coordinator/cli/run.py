@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from lamina.coordinator.cli.options import is_interactive
-from lamina.coordinator.cli.progress import LoadBars, idle_line, split_table
+from lamina.coordinator.cli.progress import LoadBars, connecting_line, idle_line, split_table
 from lamina.coordinator.engine.sequence import SequenceRequest
 from lamina.coordinator.model_file import ModelFile
 from lamina.coordinator.planner.memory import StagePlan
-from lamina.coordinator.session import Session, SessionSettings, open_session
+from lamina.coordinator.session import Session, SessionSettings, addresses_of, open_session
 from lamina.coordinator.telemetry.cluster_watch import idle_workers
 from lamina.coordinator.text.detokenizer import Detokenizer
 from lamina.spec.errors import InvalidRequest, NumericalError
@@ -45,12 +45,17 @@ async def run(model: ModelFile, settings: SessionSettings, request: RunRequest) 
     console = Console(stderr=True, width=None if is_interactive() else 110)
     prompt_ids = encode_prompt(model, request)
 
-    def show(stages: tuple[StagePlan, ...]) -> None:
-        if not request.quiet:
-            console.print(split_table(stages, settings))
-
     async with AsyncExitStack() as stack:
-        with LoadBars(console, quiet=request.quiet, interactive=is_interactive()) as report:
+        with (
+            connecting_line(console, addresses_of(settings), quiet=request.quiet) as has_connected,
+            LoadBars(console, quiet=request.quiet, interactive=is_interactive()) as report,
+        ):
+
+            def show(stages: tuple[StagePlan, ...]) -> None:
+                has_connected()
+                if not request.quiet:
+                    console.print(split_table(stages, settings))
+
             session = await stack.enter_async_context(open_session(model, settings, show, report))
         if not request.quiet:
             _name_idle(session, console)
