@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from contest import Contestant, ContestantFailed, Worker, start_inprocess, start_ours
-from peer import start_peer
+from peer import start_peer, use_isa_of_peer
 from report import Figure, Report, argument_parser, figure, stop_on_sigterm, take_turns
 from shapes import model_path
 
@@ -115,6 +115,7 @@ def main() -> None:
     report = Report("local", args)
     num_rounds = args.rounds or (3 if args.quick else 5)
     try:
+        report.facts["isa"] = use_isa_of_peer()
         for model in args.model or MODELS:
             for threads in (1, 2):
                 wanted = [case for case in cases_of(model, threads, quick=args.quick) if report.wants(case.name)]

@@ -10,6 +10,7 @@ links: the wheel holds the plain `.so` files as second copies with a device regi
 import ctypes
 import os
 import re
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -23,6 +24,8 @@ _DEVICE_CPU = 0  # GGML_BACKEND_DEVICE_TYPE_CPU
 _FLASH_ATTENTION_ON = 1
 _ASSIGNED = re.compile(r"layer +\d+ assigned to device (\w+)")
 _ALL_LAYERS = 999
+ISA_VARIABLE = "LAMINA_CPU_ISA"
+_ISA_OF_FEATURE = (("AMX_INT8", "amx"), ("AVX512_VNNI", "avx512"), ("AVX2", "avx2"))
 
 
 def peer_python() -> str:
@@ -31,6 +34,20 @@ def peer_python() -> str:
     if not path.exists():
         raise FileNotFoundError(f"{path}: no llama.cpp to compare with; run `make peer` or set LAMINA_PEER_PYTHON")
     return str(path)
+
+
+def use_isa_of_peer() -> str:
+    """Have workers that are started from now on use the instruction set that the peer was built with; which one it is.
+
+    Without this a machine with AMX would compare tiles with vectors. LAMINA_CPU_ISA, where set, is left alone.
+    """
+    if ISA_VARIABLE not in os.environ:
+        command = [peer_python(), "-c", "import llama_cpp; print(llama_cpp.llama_print_system_info().decode())"]
+        system = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        known = [isa for feature, isa in _ISA_OF_FEATURE if f"{feature} = 1" in system]
+        if known:
+            os.environ[ISA_VARIABLE] = known[0]
+    return os.environ.get(ISA_VARIABLE, "")
 
 
 def start_peer(name: str = "llama.cpp", prefix: Sequence[str] = ()) -> Contestant:

@@ -23,7 +23,7 @@ from contest import (
 )
 from local import Case
 from network import NoNetwork, TwoHosts
-from peer import server_command, start_peer
+from peer import server_command, start_peer, use_isa_of_peer
 from report import Report, argument_parser, stop_on_sigterm
 from shapes import model_path
 
@@ -134,6 +134,7 @@ def main() -> None:
     report = Report("rpc", args)
     num_rounds = args.rounds or (3 if args.quick else 5)
     try:
+        report.facts["isa"] = use_isa_of_peer()
         for prefix, two_hosts in _PAIRS:
             for model in args.model or MODELS:
                 possible = cases_of(model, quick=args.quick, two_hosts=two_hosts)
