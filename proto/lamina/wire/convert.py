@@ -45,7 +45,23 @@ def plan_to_message(plan: StepPlan) -> pb.StepPlan:
     """The plan as columns."""
     # Columns are made as lists and handed over whole: appending to a repeated field costs a call into protobuf each.
     seqs, positions, counts, inputs, blocks_by_group, wanted = zip(*plan.slices, strict=True)
-    new_blocks = list(chain.from_iterable(blocks_by_group))
+    token_ids: list[bytes] = []
+    from_step: list[int] = []
+    from_row: list[int] = []
+    num_new_blocks: list[int] = []
+    new_blocks: list[int] = []
+    for source in inputs:
+        if isinstance(source, FromSample):
+            step, row = source
+            from_step.append(step + 1)
+            from_row.append(row)
+        else:
+            token_ids.append(source.packed)
+            from_step.append(0)
+            from_row.append(0)
+    for blocks in chain.from_iterable(blocks_by_group):
+        num_new_blocks.append(len(blocks))
+        new_blocks += blocks
     return pb.StepPlan(
         epoch=plan.epoch,
         step=plan.step,
@@ -53,11 +69,11 @@ def plan_to_message(plan: StepPlan) -> pb.StepPlan:
         pos=positions,
         num_tokens=counts,
         want_logits=wanted,
-        token_ids=b"".join([source.packed for source in inputs if type(source) is Tokens]),
-        from_step=[source[0] + 1 if type(source) is FromSample else 0 for source in inputs],
-        from_row=[source[1] if type(source) is FromSample else 0 for source in inputs],
-        num_new_blocks=list(map(len, new_blocks)),
-        new_blocks=list(chain.from_iterable(new_blocks)),
+        token_ids=b"".join(token_ids),
+        from_step=from_step,
+        from_row=from_row,
+        num_new_blocks=num_new_blocks,
+        new_blocks=new_blocks,
         block_copies=[value for copy in plan.block_copies for value in (copy.group, copy.source, copy.target)],
         num_scored=plan.num_scored,
     )
@@ -166,7 +182,7 @@ def _unequal(message: pb.StepDone) -> InvalidPlan:
 _Detail = tuple[float | None, tuple[tuple[int, float], ...], FinishReason | None, str]
 
 
-def _details(message: pb.StepDone, codes: list[pb.FinishReason]) -> list[_Detail]:
+def _details(message: pb.StepDone, codes: "list[pb.FinishReason.ValueType]") -> list[_Detail]:
     """(log-probability, likeliest tokens, finish, error) of every token, of an answer in which not all are absent."""
     if (
         len(message.errors) != codes.count(pb.FINISH_REASON_ERROR)

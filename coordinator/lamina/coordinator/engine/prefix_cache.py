@@ -68,7 +68,8 @@ class PrefixCache:
         They are sealed. `find` came back empty for the first.
         """
         is_linked = isinstance(parent, str) or parent.is_linked
-        seal, nodes, above = self._pool.seal, [], parent
+        nodes: list[PrefixNode] = []
+        seal, above = self._pool.seal, parent
         for key, block in zip(tokens, blocks, strict=True):
             seal(block)
             node = PrefixNode(above, key, block, is_linked, False, None, None)
