@@ -46,7 +46,11 @@ constexpr int kBytes = 472;
 }  // namespace super256
 
 // Columns computed from one round of quantised activations; at most this many are in scratch at a time.
+#if defined(LAMINA_LINEAR_AMX_FEW)
+constexpr int kMaxBlockCols = 8;
+#else
 constexpr int kMaxBlockCols = 144;
+#endif
 
 // Whether the blocked kernels use tile registers (AMX): of activations they want the codes of a column side by side, of
 // weights the centred codes, and columns by multiples of kColUnit.

@@ -106,6 +106,15 @@ constexpr int fold_init_plane(const Format& f) {
 // once.
 constexpr bool has_integer_scales(const Format& f) { return kIntegerScales && f.kind == Kind::kSuper; }
 
+// The same sum with AMX: in tile registers over products of scale and code in two bytes, dots_amx.h, and for few rows with
+// vector instructions, one by one.
+#if defined(LAMINA_LINEAR_AMX) || defined(LAMINA_LINEAR_AMX_FEW)
+constexpr bool kIntegerSums = true;
+#else
+constexpr bool kIntegerSums = false;
+#endif
+constexpr bool has_byte_planes(const Format& f) { return kUsesTiles && f.kind == Kind::kSuper; }
+
 constexpr Codes codes_of(const Format& f) {
   return codes_of((1 << (f.low_bits + f.high_bits)) - 1, f.is_signed);
 }

@@ -168,19 +168,25 @@ LAMINA_INLINE I32x16 sum_mins(const uint8_t* header, const uint8_t* act, int c) 
   return sum;
 }
 
-// kSuper sums scale x dot in floats unless it has integer scales, kFold in integers.
+// kSuper sums scale x dot in floats unless it has integer scales or sums, kFold in integers. Where integer sums are
+// wanted, floats do as well for a type whose sums over half a superblock are exact: the sum of two is rounded once.
 template <int kType>
 struct SuperSum {
-  static constexpr bool kIntegers = format_of(kType).kind == Kind::kFold || has_integer_scales(format_of(kType));
+  static constexpr bool kHalves = kIntegerSums && kType == kQ4_K;  // 4 x 32 x 15 x 63 x 127 < 2^24
+  static constexpr bool kIntegers =
+      (kIntegerSums && !kHalves) || format_of(kType).kind == Kind::kFold || has_integer_scales(format_of(kType));
   I32x16 integers;
   F32x16 floats;
+  F32x16 first_half;
   LAMINA_INLINE_MEMBER void start() { integers = zero_i32(), floats = zero_f32(); }
+  LAMINA_INLINE_MEMBER void turn() { first_half = floats, floats = zero_f32(); }
   LAMINA_INLINE_MEMBER void add(I32x16 scale, F32x16 float_scale, I32x16 dot) {
     if constexpr (kIntegers) integers = mul_add_i32(integers, scale, dot);
     if constexpr (!kIntegers) floats = fma(to_float(dot), float_scale, floats);
   }
   LAMINA_INLINE_MEMBER F32x16 total() const {
     if constexpr (kIntegers) return to_float(integers);
+    if constexpr (kHalves) return LAMINA_LINEAR_NS::add(first_half, floats);
     return floats;
   }
 };
@@ -233,6 +239,10 @@ static void direct_super(const DirectArgs& a) {
     for (int c = 0; c < n; ++c) sums[c].start();
     for (int sub = 0; sub < kSubsPerSuper; ++sub, data += sub_bytes(f)) {
       prefetch_ahead<(kStep + kLine - 1) / kLine>(a, super + sub * kStep);
+      if (SuperSum<kType>::kHalves && sub == kSubsPerSuper / 2) {
+        LAMINA_UNROLL
+        for (int c = 0; c < n; ++c) sums[c].turn();
+      }
       add_sub<kType, n>(super, data, act, sub, sums);
     }
     LAMINA_UNROLL

@@ -118,6 +118,8 @@ LAMINA_INLINE void whole_dots(const Strip<kTiles>& strip, const BlockedArgs& a,
 template <int kType>
 LAMINA_INLINE void configure_tiles(int) {}
 LAMINA_INLINE void release_tiles() {}
+template <int kType>
+class PlanePipeline {};
 #endif
 
 }  // namespace lamina::LAMINA_LINEAR_NS

@@ -82,7 +82,7 @@ LAMINA_INLINE void whole_dots(const Strip<kTiles>& strip, const BlockedArgs& a,
 template <int kType>
 LAMINA_INLINE void configure_tiles(int num_cols) {
   constexpr Format f = format_of(kType);
-  load_tile_shapes(num_cols, f.kind == Kind::kSuper ? f.scale_group / 4 : kGroups);
+  load_tile_shapes(num_cols, has_byte_planes(f) ? 2 * kGroups : kGroups);
 }
 
 }  // namespace lamina::LAMINA_LINEAR_NS

@@ -23,6 +23,7 @@ constexpr TypeKernels make_kernels(std::integer_sequence<int, kIndex...>) {
   constexpr Kind kind = format_of(kType).kind;
   if constexpr (kind == Kind::kNone || (kUsesTiles && kind == Kind::kDense)) return {};
   else if constexpr (kUsesTiles) return {{}, &multiply_panel<kType>};
+  else if constexpr (kMaxBlockCols <= kDirectCols) return {{direct_kernel<kType, kIndex + 1>()...}, nullptr};
   else return {{direct_kernel<kType, kIndex + 1>()...}, &multiply_panel<kType>};
 }
 

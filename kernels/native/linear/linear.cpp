@@ -9,6 +9,7 @@ namespace lamina {
 namespace linear_avx2 { void run(const LinearArgs& args, const Region& region); }
 namespace linear_avx512 { void run(const LinearArgs& args, const Region& region); }
 namespace linear_amx { void run(const LinearArgs& args, const Region& region); }
+namespace linear_amx_few { void run(const LinearArgs& args, const Region& region); }
 namespace linear_neon { void run(const LinearArgs& args, const Region& region); }
 namespace linear_scalar { void run(const LinearArgs& args, const Region& region); }
 
@@ -29,16 +30,23 @@ size_t linear_scratch_bytes(Isa isa, int32_t max_rows, int32_t max_cols, int32_t
 
 namespace {
 
-// Whether AMX's tile registers pay: from so many rows on, if every dot product is long enough.
+#if LAMINA_HAVE_AMX
+// Tile registers pay from so many rows on; for superblocks they may be used for more than what the kernels of few rows
+// take. Types with integer sums must not go to AVX-512's own kernels, which sum in floats.
 constexpr int kLeastTileRows = 12;
-bool suits_tiles(const LinearArgs& args) {
-  bool suits = args.num_rows >= kLeastTileRows;
+constexpr int kMostFewRows = 8;
+void linear_with_tiles(const LinearArgs& args, const Region& region) {
+  bool has_super = false, has_dense = false;
   for (int p = 0; p < args.num_parts; ++p) {
-    const Format f = format_of(args.parts[p].type);
-    suits = suits && (f.kind == Kind::kBlock32 || f.kind == Kind::kFold || (f.kind == Kind::kSuper && f.scale_group == 32));
+    const Kind kind = format_of(args.parts[p].type).kind;
+    has_super |= kind == Kind::kSuper;
+    has_dense |= kind == Kind::kDense;
   }
-  return suits;
+  const bool suits = args.num_rows >= (has_super ? kMostFewRows + 1 : kLeastTileRows);
+  if (suits && !has_dense) return linear_amx::run(args, region);
+  return has_super ? linear_amx_few::run(args, region) : linear_avx512::run(args, region);
 }
+#endif
 
 }  // namespace
 
@@ -51,7 +59,7 @@ void linear(Isa isa, const LinearArgs& args, const Region& region) {
     case Isa::kAvx512Vnni: return linear_avx512::run(args, region);
 #endif
 #if LAMINA_HAVE_AMX
-    case Isa::kAmx: return suits_tiles(args) ? linear_amx::run(args, region) : linear_avx512::run(args, region);
+    case Isa::kAmx: return linear_with_tiles(args, region);
 #endif
 #if LAMINA_HAVE_NEON
     case Isa::kNeon: return linear_neon::run(args, region);

@@ -15,6 +15,9 @@
 #include "dots_amx.h"
 #endif
 #include "blocked.h"
+#if defined(LAMINA_LINEAR_AMX)
+#include "planes_amx.h"
+#endif
 #include "epilogue.h"
 #include "panel.h"
 #include "driver.h"

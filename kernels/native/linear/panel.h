@@ -81,6 +81,8 @@ struct Step {
   }
 };
 
+using PanelStorage = uint8_t[kPanelStrips][sizeof(Strip<kStripTiles>)];
+
 template <int kType, int kTiles>
 LAMINA_INLINE void unpack_strip(const PanelArgs& a, int first_tile, int64_t offset, int count, uint8_t* storage) {
   auto& strip = *reinterpret_cast<Strip<kTiles>*>(storage);
@@ -104,16 +106,16 @@ constexpr int lines_per_round(int bytes, int num_calls) {
 }
 
 // The strip at `first_tile` against column group `index`, over step `step`. `next` is what will be unpacked next.
-template <int kType, int kTiles>
-LAMINA_INLINE void multiply_strip(const PanelArgs& a, int first_tile, int step, int count, int index,
-                                  const uint8_t* next, const uint8_t* storage) {
+template <int kType>
+LAMINA_INLINE BlockedArgs strip_args(const PanelArgs& a, int first_tile, int step, int count, int index,
+                                     const uint8_t* next) {
   constexpr Kind kind = format_of(kType).kind;
   const Activations& acts = *a.acts;
   const bool is_last_step = (step + 1) * Step<kType>::kCols >= acts.cols;
   const ColGroup group = column_group(acts, index);
   const GroupActivations act = group_activations(acts, kind, group);
   const int64_t weight_share = Step<kType>::kBytes * static_cast<int64_t>(index) / acts.num_groups / kLine * kLine;
-  const BlockedArgs args{
+  return {
       act.begin + step * act.stride_bytes,
       acts.ldx,
       count,
@@ -126,15 +128,41 @@ LAMINA_INLINE void multiply_strip(const PanelArgs& a, int first_tile, int step, 
       is_last_step && a.out != nullptr ? a.out + group.first_col * a.ldo + first_tile * kTileRows : nullptr,
       a.ldo,
   };
+}
+
+template <int kType, int kTiles>
+LAMINA_INLINE void multiply_strip(const BlockedArgs& args, ColGroup group, const uint8_t* storage) {
   const auto& strip = *reinterpret_cast<const Strip<kTiles>*>(storage);
   if (group.num_cols == kGroupCols) return blocked_tile<kType, kTiles, kGroupCols>(strip, args);
   if (group.num_cols == kGroupCols - kColUnit) return blocked_tile<kType, kTiles, kGroupCols - kColUnit>(strip, args);
   blocked_tile<kType, kTiles, kGroupCols - 2 * kColUnit>(strip, args);
 }
 
+// All strips of a step against all column groups.
+template <int kType>
+LAMINA_INLINE void multiply_step(const PanelArgs& a, int step, int count, const uint8_t* next,
+                                 const PanelStorage& storage) {
+  PlanePipeline<kType> pipeline;
+  for (int g = 0; g < a.acts->num_groups; ++g) {
+    const ColGroup group = column_group(*a.acts, g);
+    for (int tile = 0; tile < a.num_tiles; tile += kStripTiles) {
+      const uint8_t* strip = storage[tile / kStripTiles];
+      const BlockedArgs args = strip_args<kType>(a, tile, step, count, g, next);
+      if constexpr (has_byte_planes(format_of(kType))) {
+        pipeline.multiply(*reinterpret_cast<const Strip<1>*>(strip), args, group.num_cols);
+      } else if (a.num_tiles - tile >= kStripTiles) {
+        multiply_strip<kType, kStripTiles>(args, group, strip);
+      } else {
+        multiply_strip<kType, 1>(args, group, strip);
+      }
+    }
+  }
+  if constexpr (has_byte_planes(format_of(kType))) pipeline.finish();
+}
+
 template <int kType>
 static void multiply_panel(const PanelArgs& a) {
-  alignas(64) uint8_t storage[kPanelStrips][sizeof(Strip<kStripTiles>)];
+  alignas(64) PanelStorage storage;
   configure_tiles<kType>(column_group(*a.acts, 0).num_cols);
   int64_t offset = 0;
   int step = 0;
@@ -148,13 +176,7 @@ static void multiply_panel(const PanelArgs& a) {
     offset += Step<kType>::kBytes;
     // After the last step comes the next panel.
     const uint8_t* next = a.tiles + (cols_left > Step<kType>::kCols ? offset : a.num_tiles * a.tile_bytes);
-    for (int g = 0; g < a.acts->num_groups; ++g) {
-      for (int tile = 0; tile < a.num_tiles; tile += kStripTiles) {
-        const uint8_t* strip = storage[tile / kStripTiles];
-        if (a.num_tiles - tile >= kStripTiles) multiply_strip<kType, kStripTiles>(a, tile, step, count, g, next, strip);
-        else multiply_strip<kType, 1>(a, tile, step, count, g, next, strip);
-      }
-    }
+    multiply_step<kType>(a, step, count, next, storage);
   }
 }
 

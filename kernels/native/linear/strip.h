@@ -9,7 +9,8 @@ constexpr int kDenseChunk = 64;  // columns of a float type in one strip
 template <int kTiles>
 struct Strip {
   // codes: [64 groups][kTiles][64 bytes]; float types: float [kDenseChunk][kTiles][16]
-  alignas(64) uint8_t codes[kSuperCols / 4 * kTiles * kLine];
+  // with byte planes those of low bytes, then those of high bytes
+  alignas(64) uint8_t codes[(kUsesTiles ? 2 : 1) * kSuperCols / 4 * kTiles * kLine];
   float scales[kSuperCols / 16 * kTiles * kTileRows];  // per scale group; pairs [16][2] where it has integer scales
   // kBlock32: float [8][kTiles][16]; else pairs [4 or 8][kTiles][16][2]
   alignas(64) uint8_t mins[kSubsPerSuper * kTiles * kLine];
@@ -28,6 +29,7 @@ template <int kType>
 LAMINA_INLINE U8x64 strip_codes(U8x64 codes) {
   return codes;
 }
+LAMINA_INLINE void store_byte_planes(uint8_t*, U8x64, I32x16) {}
 #endif
 
 template <int kType, int kTiles>
@@ -71,7 +73,7 @@ static void unpack_super(const uint8_t* super, int, int tile, Strip<kTiles>& str
       float* scales = entry<kTiles>(strip.scales, index, tile);
       if constexpr (has_integer_scales(f)) {
         store_pairs(reinterpret_cast<uint8_t*>(scales), Dot<codes_of(f)>::spread(scale));
-      } else if constexpr (f.kind == Kind::kSuper) {
+      } else if constexpr (f.kind == Kind::kSuper && !has_byte_planes(f)) {
         store_f32(scales, to_float(scale));
       }
       LAMINA_UNROLL
@@ -79,7 +81,9 @@ static void unpack_super(const uint8_t* super, int, int tile, Strip<kTiles>& str
         const int g = part * kGroups / kPerSub + i;
         U8x64 group = strip_codes<kType>(codes[g]);
         if constexpr (f.kind == Kind::kFold) group = fold_scale<kType>(group, scale);
-        store_u8(entry<kTiles>(strip.codes, sub * kGroups + g, tile), group);
+        uint8_t* at = entry<kTiles>(strip.codes, sub * kGroups + g, tile);
+        if constexpr (has_byte_planes(f)) store_byte_planes(at, group, scale);
+        else store_u8(at, group);
       }
     }
   }

@@ -51,6 +51,24 @@ LAMINA_INLINE void tile_dot() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kAct), "i"(kCodes));
 }
 
+// The same of unsigned codes.
+template <int kSums, int kAct, int kCodes>
+LAMINA_INLINE void tile_dot_unsigned() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kAct), "i"(kCodes));
+}
+
+constexpr int kBytePlane = kSuperCols / 4 * kLine;  // bytes of one plane of a strip
+
+// Products of signed codes and their row's scale, as unsigned low bytes at `p` and signed high bytes a plane behind.
+LAMINA_INLINE void store_byte_planes(uint8_t* p, U8x64 codes, I32x16 scale) {
+  const __m512i low_bytes = _mm512_set1_epi16(0xFF);
+  const __m512i factor = _mm512_ternarylogic_epi32(_mm512_set1_epi32(0xFFFF), scale, _mm512_slli_epi32(scale, 16), 0xCA);
+  const __m512i even = _mm512_mullo_epi16(_mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 8), factor);
+  const __m512i odd = _mm512_mullo_epi16(_mm512_srai_epi16(codes, 8), factor);
+  store_u8(p, _mm512_ternarylogic_epi32(low_bytes, even, _mm512_slli_epi16(odd, 8), 0xCA));
+  store_u8(p + kBytePlane, _mm512_ternarylogic_epi32(low_bytes, _mm512_srli_epi16(even, 8), odd, 0xCA));
+}
+
 // Codes as they go into strips: without their offset, or what stored ones are biased by (planes.h).
 template <int kType>
 LAMINA_INLINE U8x64 strip_codes(U8x64 codes) {

@@ -16,7 +16,7 @@ using Pairs = __m512i;  // int16 [16][2]
 
 #if defined(LAMINA_LINEAR_AMX)
 constexpr int kSignedBias = 0;   // tiles multiply signed codes
-constexpr int kDirectCols = 8;   // products of few rows are left to AVX-512
+constexpr int kDirectCols = 8;   // few_amx.cpp and AVX-512 take these
 constexpr int kStripTiles = 1;   // one tile register: 16 rows
 constexpr int kGroupCols = 16;   // by 16 columns
 #else
