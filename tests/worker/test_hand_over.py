@@ -53,7 +53,8 @@ def in_one_piece(new_bench: NewBench) -> Bench:
 
 def host_buffers(bench: Bench) -> list[set[str]]:
     """What each stage has sent or received through the host."""
-    return [set(stage._model._slot._host) for stage in bench.stages]  # type: ignore[union-attr]
+    slots = [stage._model._slot for stage in bench.stages]  # type: ignore[union-attr]
+    return [{*slot._given, *slot._left} for slot in slots]
 
 
 @KINDS
@@ -67,7 +68,7 @@ def test_two_cards_answer_like_one(
     split = new_bench(*map(DeferredDevice, looks), seed=seed)
     assert converse(split, scenes(kind), 30, groups) == expected
     assert len(split.threads) == 2
-    assert host_buffers(split) == [set(), {"best out"}]
+    assert host_buffers(split) == [set(), {"best"}]
     assert not split.queue._fed_on_device
 
 
@@ -82,7 +83,7 @@ def test_three_stages(new_bench: NewBench, kind: str, groups: int, num_devices: 
     devices = [DeferredDevice(Random(seed + i).choice((1, 4, 30))) for i in range(num_devices)]
     split = new_bench(*devices, cuts=(1, 2), seed=seed)
     assert converse(split, scenes(kind), 30, groups) == expected
-    assert host_buffers(split) == [set(), set(), {"best out"}]
+    assert host_buffers(split) == [set(), set(), {"best"}]
 
 
 @GROUPS
