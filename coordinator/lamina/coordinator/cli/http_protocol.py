@@ -16,6 +16,7 @@ from lamina.coordinator.api.errors import ApiError, error_body
 HEAD_S = 30.0
 BODY_S = 60.0
 MIN_BYTES_PER_S = 500.0
+_LINGER_S = 1.0  # bytes that come after the answer would reset the connection, and the client might not see it
 
 
 class TimedProtocol(H11Protocol):
@@ -25,6 +26,7 @@ class TimedProtocol(H11Protocol):
         super().__init__(*arguments, **options)
         self._timer: asyncio.TimerHandle | None = None
         self._is_body = False  # what the timer waits for
+        self._is_late = False  # and was told so: what else it sends is dropped
         self._body_end_s = 0.0  # when the body is too slow as a whole; each byte puts it off
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -34,6 +36,8 @@ class TimedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """A part of a head or body."""
+        if self._is_late:
+            return
         super().data_received(data)
         if self.conn.their_state is h11.SEND_BODY:
             self._await_body(len(data))
@@ -77,16 +81,21 @@ class TimedProtocol(H11Protocol):
         """The client is late. Where the application has not read what is there, it is not the client's fault."""
         if self.transport.is_closing():
             return
+        if self._is_late:
+            self.transport.close()
+            return
         if self._is_body and self.flow.read_paused:
             self._timer = self.loop.call_later(BODY_S, self._hang_up)
             return
         has_begun = self._is_body or bool(self.conn.trailing_data[0])  # a connection made in advance gets no answer
-        if has_begun and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._answer_late()
+        may_answer = has_begun and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.transport.close()
+        if may_answer:
+            self._answer_late()
+        else:
+            self.transport.close()
 
     def _answer_late(self) -> None:
         part = "body" if self._is_body else "head"
@@ -98,3 +107,6 @@ class TimedProtocol(H11Protocol):
         ]
         for event in (h11.Response(status_code=408, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
+        self.transport.write_eof()
+        self._is_late = True
+        self._timer = self.loop.call_later(_LINGER_S, self._hang_up)
