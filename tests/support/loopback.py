@@ -15,9 +15,11 @@ from typing import Any
 from lamina.coordinator.cluster.client import LoadProgress, StageLoaded, WorkerClient
 from lamina.coordinator.cluster.deploy import deploy
 from lamina.coordinator.cluster.pipeline import Pipeline
+from lamina.coordinator.planner.memory import Demand
 from lamina.rpc_worker.daemon import Daemon
 from lamina.rpc_worker.settings import WorkerSettings
 from lamina.spec.address import Address
+from lamina.spec.checkpoint import TensorIndex
 from lamina.spec.device import LoadedStage
 from lamina.spec.digest import model_digest
 from lamina.spec.errors import LaminaError
@@ -108,6 +110,11 @@ class Cluster:
             stages.append(StageSpec(index, DeviceId(WorkerName(worker), int(number or 0)), layers))
         return Placement(PlacementId(id_), Epoch(epoch), self.model.spec.num_layers, tuple(stages))
 
+    @property
+    def demand(self) -> Demand:
+        """NUM_BLOCKS of every cache group, for tests that plan their own steps."""
+        return Demand(self.model.spec, TensorIndex(()), self.settings, NUM_BLOCKS * BLOCK_TOKENS, gives_back=False)
+
     async def deploy(
         self, cuts: Sequence[int] = (), devices: Sequence[str] = ("a",), *, id_: str = "p", epoch: int = 1
     ) -> Pipeline:
@@ -116,12 +123,10 @@ class Cluster:
         async with asyncio.timeout(DEADLINE_S):
             pipeline = await deploy(
                 placement,
-                self.model.spec,
                 str(self.model.path),
-                self.settings,
                 self.workers,
                 self.progress.append,
-                NUM_BLOCKS,
+                self.demand,
             )
         self.pipelines.append(pipeline)
         return pipeline

@@ -3,9 +3,10 @@
 from collections import Counter
 from dataclasses import replace
 
+from lamina.coordinator.engine.batch import Issue
 from lamina.coordinator.engine.block_pool import Block, BlockState
 from lamina.coordinator.engine.policy import SchedulerConfig
-from lamina.coordinator.engine.scheduler import Issue, Scheduler
+from lamina.coordinator.engine.scheduler import Scheduler
 from lamina.coordinator.engine.sequence import RequestId, RequestRecord, Sequence, SequenceRequest, TokenEvent
 from lamina.spec.ids import Epoch, SeqId
 from lamina.spec.sampling import SamplingParams
@@ -153,11 +154,28 @@ class SimEngine:
         assert all(block.num_users == count for block, count in users.items())
         assert all(block.state is BlockState.WRITTEN_NOT_IN_USE and not block.num_users for block in unused)
         assert all(users[block] == 1 for block in users if block.state is BlockState.PENDING_WRITE)
-        for group in range(len(self.scheduler.config.num_blocks)):
-            ids = [ids[group] for ids in (*(block.ids for block in (*users, *unused)), *pool._free)]
-            assert sorted(ids) == list(range(min(self.scheduler.config.num_blocks)))
+        ids = [*(block.id for block in (*users, *unused)), *pool._free]
+        assert sorted(ids) == list(range(self.scheduler.config.num_kept_blocks))
         assert ledger._num_promised == sum(seq.promised for seq in self._holders())
         assert ledger.slack >= 0
+        self._check_window_blocks()
+
+    def _check_window_blocks(self) -> None:
+        """The same in the groups with a window, with the invariant that lets every sequence go on."""
+        windows = self.scheduler._ledger._windows
+        if windows is None:
+            return
+        users = Counter(block for seq in self._holders() for block in seq.windows)
+        unused = list(windows.pool._unused)
+        assert not any(block.is_gone for block in (*users, *unused))
+        assert all(block.num_users == count for block, count in users.items())
+        assert all(block.is_indexed and not block.num_users for block in unused)
+        assert all(block.is_indexed for block, count in users.items() if count > 1)
+        ids = [*(block.id for block in (*users, *unused)), *windows.pool._free]
+        assert sorted(ids) == list(range(windows.pool.num_blocks))
+        claims = [max(seq.window_quota, len(seq.windows)) for seq in self._holders()]
+        assert windows._num_spoken_for == sum(claims) <= windows.pool.num_blocks
+        assert all(seq.window_start + len(seq.windows) == len(seq.blocks) for seq in self._holders())
 
     def check_idle(self) -> None:
         """Nothing is left of any request, but what is cached."""
@@ -168,7 +186,8 @@ class SimEngine:
         assert not scheduler._by_seq
         assert not scheduler._draining
         assert scheduler.kv_usage_ratio == 0
-        assert scheduler._ledger.slack == min(scheduler.config.num_blocks)
+        assert scheduler._ledger.slack == scheduler.config.num_kept_blocks
+        assert not scheduler._ledger.is_waiting
 
     def _holders(self) -> list[Sequence]:
         draining = [seq for drained in self.scheduler._draining.values() for seq in drained]

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lamina.coordinator.engine.batch import Issue
 from lamina.coordinator.engine.policy import SchedulerConfig
-from lamina.coordinator.engine.scheduler import Issue
 from lamina.rpc_worker.kv_pool import SequenceTables
 from lamina.rpc_worker.step_queue import StepQueue
 from lamina.spec.ids import Epoch, SeqId, StepId
@@ -60,7 +60,7 @@ class _LastStageSequence:
 @dataclass
 class _Stage:
     tables: SequenceTables
-    slots: list[dict[int, int]]  # by group: slot -> token
+    slots: list[dict[int, tuple[int, int]]]  # by group: slot -> (token, position)
     inbox: deque[tuple[StepPlan, list[int]]] = field(default_factory=deque)
 
 
@@ -88,7 +88,9 @@ class SimPipeline:
         self.nonfinite: set[SeqId] = set()  # sequences whose logits are not finite from now on
         self._sampler: dict[SeqId, _LastStageSequence] = {}
         self._truth: dict[SeqId, list[int]] = {}  # tokens by position, as far as they are sampled
-        self._issued_tables: dict[SeqId, list[tuple[int, ...]]] = {}  # blocks (one per group) in the order given
+        self._windows = config.windows or (None,) * len(config.num_blocks)
+        self._issued_tables: dict[SeqId, list[list[int]]] = {}  # by group: blocks in the order given
+        self._answered: dict[SeqId, int] = {}  # positions of steps that the coordinator knows to be done
         self._positions: dict[SeqId, int] = {}
         self._last_step: dict[SeqId, StepId] = {}
 
@@ -114,11 +116,14 @@ class SimPipeline:
             assert add.num_omitted <= len(history)
             self._sampler[add.seq] = _LastStageSequence(add, history, list(history), add.num_generated)
             self._truth[add.seq] = list(history)
-            self._issued_tables[add.seq] = []
+            self._issued_tables[add.seq] = [[] for _ in self._windows]
             assert add.seq in {piece.seq for piece in plan.slices}
         for piece in plan.slices:
-            table = self._issued_tables[piece.seq]
-            table.extend(zip(*piece.new_blocks, strict=True))
+            tables = self._issued_tables[piece.seq]
+            for table, blocks in zip(tables, piece.new_blocks, strict=True):
+                table.extend(blocks)
+            assert len({len(table) for table in tables}) == 1, "tables are equally long"
+            self._answered.setdefault(piece.seq, piece.pos)
             self._check_writes(plan, piece.seq, piece.pos, piece.end)
             if isinstance(piece.input, FromSample):
                 source = self.plans[piece.input.step].slices[piece.input.row]
@@ -135,21 +140,32 @@ class SimPipeline:
         self._queue.add_plan(plan)
 
     def _check_writes(self, plan: StepPlan, seq: SeqId, pos: int, end: int) -> None:
-        """Blocks that this slice writes are in no other table so far: one writer, never a reader (B-21)."""
-        table = self._issued_tables[seq]
+        """Blocks that this slice writes are in no other table so far: one writer, never a reader (B-21).
+
+        In a group with a window those do not count that only steps saw which the coordinator knows to be done.
+        """
         expected = self._positions.get(seq)
         assert pos == expected if expected is not None else pos % BLOCK_TOKENS == 0
-        written = set(table[pos // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)])
-        assert len(written) == -(-end // BLOCK_TOKENS) - pos // BLOCK_TOKENS, "a block is missing"
-        for other, blocks in self._issued_tables.items():
-            assert other == seq or written.isdisjoint(blocks), f"step {plan.step}: {seq} writes into {other}'s blocks"
+        first, stop = pos // BLOCK_TOKENS, -(-end // BLOCK_TOKENS)
+        for group, window in enumerate(self._windows):
+            table = self._issued_tables[seq][group]
+            written = set(table[first:stop])
+            assert len(written) == stop - first, "a block is missing"
+            assert written.isdisjoint(table[self._first_read(seq, window) : first])
+            for other, tables in self._issued_tables.items():
+                read = tables[group][self._first_read(other, window) :]
+                assert other == seq or written.isdisjoint(read), f"step {plan.step}: {seq} writes into {other}'s blocks"
+
+    def _first_read(self, seq: SeqId, window: int | None) -> int:
+        """The first block that a step reads which the coordinator does not know to be done."""
+        return 0 if window is None else max(0, self._answered.get(seq, 0) - window + 1) // BLOCK_TOKENS
 
     def remove(self, remove: RemoveSequence) -> None:
         """Forget a sequence: every step that names it must have been answered."""
         assert self._last_step[remove.seq] < self.num_answered
         for stage in self.stages:
             stage.tables.remove(remove.seq)
-        del self._sampler[remove.seq], self._issued_tables[remove.seq]
+        del self._sampler[remove.seq], self._issued_tables[remove.seq], self._answered[remove.seq]
 
     @property
     def num_sequences(self) -> int:
@@ -158,6 +174,8 @@ class SimPipeline:
 
     def pop_answer(self) -> StepDone:
         """The next answer to the coordinator."""
+        for piece in self.plans[self.num_answered].slices:
+            self._answered[piece.seq] = piece.end
         self.num_answered += 1
         return self.answers.popleft()
 
@@ -194,15 +212,18 @@ class SimPipeline:
         start = 0
         for piece in plan.slices:
             for offset in range(piece.num_tokens):
+                pos = piece.pos + offset
                 for group, slots in enumerate(stage.slots):
-                    slots[self._slot(stage, piece.seq, group, piece.pos + offset)] = tokens[start + offset]
+                    slots[self._slot(stage, piece.seq, group, pos)] = tokens[start + offset], pos
             start += piece.num_tokens
         histories = []
         for piece in plan.slices:
             truth = self._truth[piece.seq][: piece.end]
-            for group, slots in enumerate(stage.slots):
-                read = [slots[self._slot(stage, piece.seq, group, pos)] for pos in range(piece.end)]
-                assert read == truth, f"step {plan.step}, sequence {piece.seq}: {read} is not {truth}"
+            for group, (slots, window) in enumerate(zip(stage.slots, self._windows, strict=True)):
+                seen = range(0 if window is None else max(0, piece.pos - window + 1), piece.end)
+                read = [slots.get(self._slot(stage, piece.seq, group, pos)) for pos in seen]
+                wanted = [(truth[pos], pos) for pos in seen]
+                assert read == wanted, f"step {plan.step}, sequence {piece.seq}, group {group}: {read} is not {wanted}"
             histories.append(truth)
         return histories
 

@@ -62,6 +62,7 @@ class SessionSettings:
     split: SplitChoice
     stage: StageSettings
     num_tokens: int  # cache capacity over all sequences
+    gives_back: bool = True  # whether steps are planned such that layers with a window keep little more than that
     scheduling: SchedulingChoice = SchedulingChoice()
 
 
@@ -109,12 +110,17 @@ async def dial_all(addresses: Sequence[Address]) -> list[WorkerClient]:
     return workers
 
 
+def demand_of(model: ModelFile, settings: SessionSettings) -> Demand:
+    """What is to be held for the model."""
+    return Demand(model.spec, model.tensors, settings.stage, settings.num_tokens, settings.gives_back)
+
+
 def choose_split(model: ModelFile, settings: SessionSettings, workers: Sequence[WorkerClient]) -> tuple[StagePlan, ...]:
     """The stages in order; nothing is adjusted silently.
 
     Raises InvalidSplit, InvalidConfig or CapacityExceeded, with numbers.
     """
-    demand = Demand(model.spec, model.tensors, settings.stage, settings.num_tokens)
+    demand = demand_of(model, settings)
     devices = [device for worker in workers for device in worker.profile.devices]
     ranges = settings.split.ranges
     if settings.split.file is not None:
@@ -167,7 +173,7 @@ async def open_session(
     async with _dialled(settings) as clients:
         key = suspended.claim_placement() if suspended is not None else None
         stages, pipeline = await _bring_up(model, settings, clients, on_planned, report, key)
-        config = _scheduler_config(settings, stages, pipeline)
+        config = _scheduler_config(settings, stages, pipeline, demand_of(model, settings).windows)
         if suspended is not None and suspended.is_suspended:
             engine = suspended
             engine.resume(pipeline, config)
@@ -224,8 +230,7 @@ async def _bring_up(
         tuple(StageSpec(i, stage.device.id, stage.layers) for i, stage in enumerate(stages)),
     )
     by_name: dict[WorkerName, WorkerClient] = {client.profile.name: client for client in clients}
-    demand = Demand(model.spec, model.tensors, settings.stage, settings.num_tokens)
-    pipeline = await deploy(placement, model.spec, str(model.path), settings.stage, by_name, report, demand.num_blocks)
+    pipeline = await deploy(placement, str(model.path), by_name, report, demand_of(model, settings))
     return stages, pipeline
 
 
@@ -240,7 +245,9 @@ def pipeline_width(stages: Sequence[StagePlan]) -> float:
     return num_layers.total() / max(num_layers.values())
 
 
-def _scheduler_config(settings: SessionSettings, stages: Sequence[StagePlan], pipeline: Pipeline) -> SchedulerConfig:
+def _scheduler_config(
+    settings: SessionSettings, stages: Sequence[StagePlan], pipeline: Pipeline, windows: tuple[int | None, ...]
+) -> SchedulerConfig:
     return SchedulerConfig(
         num_stages=pipeline.num_stages,
         max_rows=settings.stage.max_rows,
@@ -248,6 +255,7 @@ def _scheduler_config(settings: SessionSettings, stages: Sequence[StagePlan], pi
         max_logit_rows=settings.stage.max_logit_rows,
         max_context=settings.stage.max_context,
         num_blocks=pipeline.num_blocks,
+        windows=windows,
         pipeline_width=pipeline_width(stages),
         min_prefill_rows=max(_MIN_PREFILL_ROWS[stage.device.kind] for stage in stages),
         step_cost_rows=max(_STEP_COST_ROWS[stage.device.kind] for stage in stages),

@@ -21,6 +21,7 @@ from lamina.spec.model import (
 )
 from lamina.spec.placement import StageSettings
 from lamina.spec.quant import GgmlType, quant_format
+from lamina.spec.step import BLOCK_TOKENS
 
 # Bits per cached value; q8_0 is 32 int8 and an f16 scale.
 KV_BITS: Mapping[str, float] = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5}
@@ -128,6 +129,27 @@ def kv_block_bytes(spec: ModelSpec, layers: LayerRange, group: int, settings: St
     """Bytes of one block of a cache group over the layers of a stage."""
     values = spec.kv_values_per_token(layers, group) * settings.block_tokens
     return int(values * KV_BITS[settings.kv_dtype]) // 8
+
+
+def window_blocks(window: int, num_rows: int) -> int:
+    """Blocks that hold what `num_rows` rows of a sequence see through a window, themselves included, wherever they are.
+
+    The first and the last may be used in part.
+    """
+    return -(-(window - 1 + num_rows) // BLOCK_TOKENS) + 1
+
+
+def sliding_windows(spec: ModelSpec) -> tuple[int | None, ...]:
+    """By cache group: the window behind which blocks are given back, None if all positions are kept.
+
+    One group keeps all: it counts what a sequence holds, and where no layer has full attention, the widest window has
+    to do for it.
+    """
+    windows = [group.window for group in spec.cache_groups]
+    if None not in windows:
+        widest = max(range(len(windows)), key=lambda index: windows[index] or 0)
+        windows[widest] = None
+    return tuple(windows)
 
 
 class WeightBytes:

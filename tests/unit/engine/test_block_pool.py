@@ -43,7 +43,7 @@ def block_in(pool: BlockPool, state: BlockState) -> Block:
 @pytest.mark.parametrize("action", ACTIONS)
 def test_only_legal_transitions_are_possible(state: BlockState, action: str) -> None:
     """A-44: every other (state, action) raises and changes nothing; B-11: a double free is one of them."""
-    pool = BlockPool((4,))
+    pool = BlockPool(4)
     block = block_in(pool, state)
     num_free = pool.num_free
     if action in LEGAL[state]:
@@ -57,7 +57,7 @@ def test_only_legal_transitions_are_possible(state: BlockState, action: str) -> 
 
 def test_sealed_block_lives_while_it_has_users_and_longer() -> None:
     """The last user's release keeps the content; sharing brings it back into use; eviction frees the id."""
-    pool = BlockPool((1,))
+    pool = BlockPool(1)
     block = pool.allocate(1)[0]
     pool.seal(block)
     pool.share(block)
@@ -69,41 +69,38 @@ def test_sealed_block_lives_while_it_has_users_and_longer() -> None:
     assert (block.state, block.num_users) == (BlockState.WRITTEN_IN_USE, 1)
     pool.release(block)
     pool.evict(block)
-    assert pool.allocate(1)[0].ids == block.ids
+    assert pool.allocate(1)[0].id == block.id
 
 
-def test_groups_are_handled_alike_and_the_smallest_bounds() -> None:
-    """One id in every group per block; no id twice."""
-    pool = BlockPool((3, 5))
-    blocks = [pool.allocate(1)[0] for _ in range(3)]
-    for group in range(2):
-        assert len({block.ids[group] for block in blocks}) == 3
+def test_no_id_is_given_twice() -> None:
+    """And none once all are."""
+    pool = BlockPool(3)
+    assert len({pool.allocate(1)[0].id for _ in range(3)}) == 3
     with pytest.raises(CapacityExceeded, match="0 of 3 KV blocks are free"):
         pool.allocate(1)
 
 
 def test_several_blocks_at_once_are_all_or_none() -> None:
     """The same ids in the same order as one by one; what does not fit takes nothing."""
-    pool, singly = BlockPool((4, 6)), BlockPool((4, 6))
-    assert [block.ids for block in pool.allocate(3)] == [singly.allocate(1)[0].ids for _ in range(3)]
+    pool, singly = BlockPool(4), BlockPool(4)
+    assert [block.id for block in pool.allocate(3)] == [singly.allocate(1)[0].id for _ in range(3)]
     assert pool.allocate(0) == []
     with pytest.raises(CapacityExceeded, match="1 of 4 KV blocks are free, 2 are wanted"):
         pool.allocate(2)
     assert pool.num_free == 1
-    assert pool.allocate(1)[0].ids == singly.allocate(1)[0].ids
+    assert pool.allocate(1)[0].id == singly.allocate(1)[0].id
 
 
-@pytest.mark.parametrize("num_blocks", [(), (0,), (4, 0)])
-def test_pool_needs_blocks_in_every_group(num_blocks: tuple[int, ...]) -> None:
+def test_a_pool_needs_a_block() -> None:
     with pytest.raises(InvalidConfig):
-        BlockPool(num_blocks)
+        BlockPool(0)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(["allocate", *ACTIONS]), st.integers(0, 9)), max_size=80))
 def test_ids_are_conserved(actions: list[tuple[str, int]]) -> None:
     """B-11: after any actions, legal or refused, every id is free or in exactly one block."""
-    pool = BlockPool((6,))
+    pool = BlockPool(6)
     blocks: list[Block] = []
     for action, pick in actions:
         if action == "allocate":
@@ -113,5 +110,5 @@ def test_ids_are_conserved(actions: list[tuple[str, int]]) -> None:
             block = blocks[pick % len(blocks)]
             if action in LEGAL[block.state]:
                 ACTIONS[action](pool, block)
-        held = [block.ids[0] for block in blocks if block.state is not BlockState.UNALLOCATED]
+        held = [block.id for block in blocks if block.state is not BlockState.UNALLOCATED]
         assert len(held) == len(set(held)) == 6 - pool.num_free

@@ -13,7 +13,7 @@ C: TokenBlock = pack_ids(range(32, 48))
 
 @pytest.fixture
 def pool() -> BlockPool:
-    return BlockPool((8,))
+    return BlockPool(8)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_equal_blocks_in_other_contexts_never_alias(cache: PrefixCache, pool: Bl
     assert cache.find("", C) is None
     assert cache.find(a, C) is after_a
     assert cache.find(b, C) is after_b
-    assert after_a.block.ids != after_b.block.ids
+    assert after_a.block.id != after_b.block.id
 
 
 def test_another_root_has_no_hit(cache: PrefixCache, pool: BlockPool) -> None:

@@ -14,7 +14,10 @@ MAX_CONTEXT = 96
 
 @st.composite
 def configs(draw: st.DrawFn) -> SchedulerConfig:
-    num_groups = draw(st.integers(1, 2))
+    num_groups = draw(st.integers(1, 3))
+    windows: tuple[int | None, ...] = ()
+    if num_groups > 1 and draw(st.booleans()):
+        windows = tuple(draw(st.permutations([None, *(draw(st.integers(1, 50)) for _ in range(num_groups - 1))])))
     return SchedulerConfig(
         num_stages=draw(st.integers(1, 4)),
         max_rows=draw(st.integers(1, 80)),
@@ -22,6 +25,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_logit_rows=draw(st.integers(1, 6)),
         max_context=MAX_CONTEXT,
         num_blocks=tuple(draw(st.integers(4, 16)) for _ in range(num_groups)),
+        windows=windows,
         admission=draw(st.sampled_from(["optimistic", "optimistic", "reserve"])),
         policy=draw(st.sampled_from(["fcfs", "spf"])),
         prefix_caching=draw(st.sampled_from([True, True, False])),

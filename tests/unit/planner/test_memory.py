@@ -71,7 +71,7 @@ def test_predicted_is_taken(model: tuple[GgufFile, ModelSpec], backend_type: typ
         assert planned.weight_bytes == stage.weight_bytes
         assert planned.arena_bytes == stage.arena_bytes
         assert planned.weight_bytes + planned.arena_bytes == backend.ledger.used_bytes
-        stage.allocate_cache((demand.num_blocks,) * len(spec.cache_groups))
+        stage.allocate_cache(demand.num_blocks)
         assert planned.kv_bytes == stage.cache_bytes
         assert planned.total_bytes == backend.ledger.used_bytes
         stage.free()

@@ -93,6 +93,7 @@ def perplexity(
             wire_dtype=wire_dtype,
         ),
         num_tokens=length * (1 + max(1, len(addresses))),  # a window for each stage, and the next
+        gives_back=False,
     )
     asyncio.run(_score(opened, settings, PerplexityRequest(windows, quiet, as_json)))
 

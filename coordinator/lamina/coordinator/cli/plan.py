@@ -8,9 +8,9 @@ from rich.console import Console
 
 from lamina.coordinator.cli.progress import connecting_line, split_json, split_table
 from lamina.coordinator.model_file import ModelFile
-from lamina.coordinator.planner.memory import Demand, StagePlan, check_fits, plan_stages
+from lamina.coordinator.planner.memory import StagePlan, check_fits, plan_stages
 from lamina.coordinator.planner.partition import partition_by_memory
-from lamina.coordinator.session import SessionSettings, addresses_of, choose_split, dial_all
+from lamina.coordinator.session import SessionSettings, addresses_of, choose_split, demand_of, dial_all
 from lamina.spec.device import DeviceProfile
 from lamina.spec.errors import InvalidSplit
 from lamina.spec.ids import DeviceId, WorkerName
@@ -43,7 +43,7 @@ def plan_offline(
     model: ModelFile, settings: SessionSettings, memory_bytes: tuple[int, ...] | None
 ) -> tuple[StagePlan, ...]:
     """A split over assumed devices. Raises InvalidSplit or CapacityExceeded with numbers."""
-    demand = Demand(model.spec, model.tensors, settings.stage, settings.num_tokens)
+    demand = demand_of(model, settings)
     ranges = settings.split.ranges
     devices = assumed_devices(memory_bytes, len(ranges or (1,)))
     if ranges is None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from lamina.coordinator.cluster.client import LoadProgress, StageLoaded, StepsCall, WorkerClient
 from lamina.coordinator.cluster.pipeline import Pipeline
-from lamina.coordinator.planner.memory import RESERVE_SHARE
+from lamina.coordinator.planner.memory import RESERVE_SHARE, Demand
 from lamina.spec.errors import CapacityExceeded, LaminaError
 from lamina.spec.ids import DeviceId, WorkerName
 from lamina.spec.model import ModelSpec
@@ -17,22 +17,21 @@ Workers = Mapping[WorkerName, WorkerClient]
 
 async def deploy(
     placement: Placement,
-    spec: ModelSpec,
     model_path: str,
-    settings: StageSettings,
     workers: Workers,
     report: Report,
-    wanted_blocks: int,
+    demand: Demand,
 ) -> Pipeline:
     """Load every stage at once, agree on the cache, link the stages, open the step streams.
 
-    `wanted_blocks` caps the blocks per cache group; fewer are taken where a stage has less room. Raises the first
-    stage's failure; the placement is unloaded again everywhere.
+    `demand` is for the blocks by cache group; fewer are taken where a stage has less room. Raises the first stage's
+    failure; the placement is unloaded again everywhere.
     """
+    spec, settings = demand.spec, demand.settings
     calls: list[StepsCall] = []
     try:
         loaded = await _load_all(placement, spec, model_path, settings, workers, report)
-        num_blocks = agree_on_blocks(spec, settings, loaded, wanted_blocks)
+        num_blocks = agree_on_blocks(demand, loaded)
         for stage in placement.stages:
             await workers[stage.device.worker].allocate_cache(placement, stage, num_blocks)
         link_rtts_s = await _link_all(placement, workers) if len(placement.stages) > 1 else []
@@ -47,32 +46,45 @@ async def deploy(
     return Pipeline(placement, settings, num_blocks, workers, calls, link_rtts_s)
 
 
-def agree_on_blocks(
-    spec: ModelSpec, settings: StageSettings, loaded: Sequence[StageLoaded], wanted_blocks: int
-) -> tuple[int, ...]:
-    """Blocks per cache group that every stage can hold. Raises CapacityExceeded if one sequence does not fit.
+def agree_on_blocks(demand: Demand, loaded: Sequence[StageLoaded]) -> tuple[int, ...]:
+    """Blocks by cache group that every stage can hold. Raises CapacityExceeded if one sequence does not fit.
 
-    Groups get equal numbers: tables are logical and the same for all stages. Stages of one device share what is free
-    there, which is what the last of them to load reported.
+    Tables are logical and the same for all stages. Groups that keep all positions get equal numbers; those with a
+    window get what is wanted for them, but no more than the others. Stages of one device share what is free there,
+    which is what the last of them to load reported.
     """
+    settings, wanted = demand.settings, demand.num_blocks
+    num_blocks = max(wanted)
     by_device: dict[DeviceId, list[StageLoaded]] = {}
     for stage in loaded:
         by_device.setdefault(stage.stage.device, []).append(stage)
-    num_blocks = wanted_blocks
     for together in by_device.values():
         room = int(min(stage.free_bytes for stage in together) * (1 - RESERVE_SHARE))
-        block_bytes = sum(sum(stage.block_bytes) for stage in together)
-        fits = room // max(1, block_bytes)
+        by_group = [sum(sizes) for sizes in zip(*(stage.block_bytes for stage in together), strict=True)]
+        fits = _most_blocks(room, by_group, wanted)
         if fits < settings.max_blocks_per_seq:
             mib = 2**20
-            needed = settings.max_blocks_per_seq * block_bytes
+            counts = (min(count, settings.max_blocks_per_seq) for count in wanted)
+            needed = sum(count * size for count, size in zip(counts, by_group, strict=True))
             where = " and ".join(str(stage.stage) for stage in together)
             raise CapacityExceeded(
                 f"{where}: a context of {settings.max_context} tokens needs {needed / mib:.1f} MiB of cache,"
                 f" {room / mib:.1f} MiB are free after the weights; use a shorter --context or fewer layers there"
             )
         num_blocks = min(num_blocks, fits)
-    return (num_blocks,) * len(spec.cache_groups)
+    return tuple(min(num_blocks, count) for count in wanted)
+
+
+def _most_blocks(room: int, block_bytes: Sequence[int], wanted: Sequence[int]) -> int:
+    """The largest number such that the cache fits if each group has so many blocks, but none more than `wanted`."""
+    fits, most = 0, max(wanted)
+    while fits < most:
+        middle = (fits + most + 1) // 2
+        if sum(min(middle, count) * size for count, size in zip(wanted, block_bytes, strict=True)) <= room:
+            fits = middle
+        else:
+            most = middle - 1
+    return fits
 
 
 async def _load_all(

@@ -2,14 +2,23 @@
 
 from bisect import bisect_right
 from collections import OrderedDict
+from dataclasses import dataclass
 from operator import attrgetter
 
 from lamina.coordinator.engine.policy import SchedulerConfig
 from lamina.coordinator.engine.sequence import Phase, Sequence
 from lamina.spec.ids import StepId
-from lamina.spec.step import BLOCK_TOKENS, AddSequence, SeqSlice
+from lamina.spec.step import BLOCK_TOKENS, AddSequence, SeqSlice, StepPlan
 
 _by_last_step = attrgetter("last_step")
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """What to send now: `adds` to the last stage, then `plan` to all."""
+
+    plan: StepPlan
+    adds: tuple[AddSequence, ...]
 
 
 class Batch:

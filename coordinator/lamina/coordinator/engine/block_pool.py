@@ -1,7 +1,7 @@
 """Logical KV blocks: which are free, and what may be done with those that are not. Pure; owned by the engine loop.
 
-A block is one BlockId in every cache group, so a sequence's table is equally long in each. The states are explicit and
-only PENDING_WRITE is mutable (A-44):
+A block is one id in every cache group that keeps all positions. The states are explicit and only PENDING_WRITE is
+mutable (A-44):
 
     UNALLOCATED --allocate--> PENDING_WRITE --seal--> WRITTEN_IN_USE <--share / release--> WRITTEN_NOT_IN_USE
          ^                        |  one user, the writer                                         |
@@ -28,23 +28,22 @@ class BlockState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """BLOCK_TOKENS positions of KV: its id in each cache group, and how many sequences have it in their table."""
+    """BLOCK_TOKENS positions of KV, and how many sequences have it in their table."""
 
-    ids: tuple[BlockId, ...]
+    id: BlockId
     state: BlockState
     num_users: int
 
 
 class BlockPool:
-    """Free lists and the states of what was taken from them; every operation is O(groups) for a block."""
+    """The free ids and the states of what was taken from them; every operation is O(1) for a block."""
 
-    def __init__(self, num_blocks: tuple[int, ...]) -> None:
-        """`num_blocks` by cache group. Raises InvalidConfig if a group has none."""
-        if not num_blocks or min(num_blocks) < 1:
-            raise InvalidConfig(f"every cache group needs at least one block, got {num_blocks}")
-        self.num_blocks = min(num_blocks)
-        # An id of each group, always the same: those of a larger group that are left over are never used.
-        self._free = [(BlockId(i),) * len(num_blocks) for i in reversed(range(self.num_blocks))]
+    def __init__(self, num_blocks: int) -> None:
+        """Raises InvalidConfig if there is none."""
+        if num_blocks < 1:
+            raise InvalidConfig(f"the pool needs at least one block, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self._free = [BlockId(i) for i in reversed(range(num_blocks))]
 
     @property
     def num_free(self) -> int:
@@ -56,7 +55,7 @@ class BlockPool:
         if count > self.num_free:
             raise CapacityExceeded(f"{self.num_free} of {self.num_blocks} KV blocks are free, {count} are wanted")
         pending, free = BlockState.PENDING_WRITE, self._free
-        blocks = [Block(ids, pending, 1) for ids in free[: -count - 1 : -1]]
+        blocks = [Block(id_, pending, 1) for id_ in free[: -count - 1 : -1]]
         del free[len(free) - count :]
         return blocks
 
@@ -96,8 +95,8 @@ class BlockPool:
     def _take_back(self, block: Block) -> None:
         block.state = BlockState.UNALLOCATED
         block.num_users = 0
-        self._free.append(block.ids)
+        self._free.append(block.id)
 
 
 def _refusal(block: Block, action: str) -> RuntimeError:
-    return RuntimeError(f"cannot {action} KV block {block.ids}: it is {block.state.value}")
+    return RuntimeError(f"cannot {action} KV block {block.id}: it is {block.state.value}")

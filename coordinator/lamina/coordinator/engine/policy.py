@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from lamina.coordinator.engine.sequence import Sequence
+from lamina.coordinator.engine.window_ledger import WindowLimits
 from lamina.spec.errors import InvalidConfig
 from lamina.spec.step import BLOCK_TOKENS, MAX_RUN_AHEAD
 
@@ -25,6 +26,7 @@ class SchedulerConfig:
     max_logit_rows: int
     max_context: int  # tokens of one sequence
     num_blocks: tuple[int, ...]  # by cache group
+    windows: tuple[int | None, ...] = ()  # by cache group; None keeps all positions, as all do if it is empty
     admission: str = "optimistic"
     policy: str = "fcfs"
     prefix_caching: bool = True
@@ -42,6 +44,10 @@ class SchedulerConfig:
             raise InvalidConfig(f"policy {self.policy!r} is none of {', '.join(POLICIES)}")
         if not self.num_blocks:
             raise InvalidConfig("num_blocks names no cache group")
+        if self.windows and (len(self.windows) != len(self.num_blocks) or None not in self.windows):
+            raise InvalidConfig(
+                f"windows {self.windows} of {len(self.num_blocks)} cache groups, of which one keeps all"
+            )
         limits = {name: getattr(self, name) for name in ("num_stages", "max_rows", "max_seqs", "max_logit_rows")}
         limits |= {
             name: getattr(self, name)
@@ -51,6 +57,27 @@ class SchedulerConfig:
         for name, value in limits.items():
             if value < 1:
                 raise InvalidConfig(f"{name} must be at least 1, got {value}")
+
+    @property
+    def is_windowed(self) -> tuple[bool, ...]:
+        """By cache group: whether blocks are given back once they are out of the window."""
+        return tuple(window is not None for window in self.windows) or (False,) * len(self.num_blocks)
+
+    @property
+    def num_kept_blocks(self) -> int:
+        """Blocks of the smallest group that keeps all positions: one is taken in each of these at a time."""
+        pairs = zip(self.num_blocks, self.is_windowed, strict=True)
+        return min(count for count, is_windowed in pairs if not is_windowed)
+
+    @property
+    def window_limits(self) -> WindowLimits | None:
+        """What holds for the groups with a window together; None if there are none."""
+        windowed = [(count, w) for count, w in zip(self.num_blocks, self.windows, strict=False) if w is not None]
+        if not windowed:
+            return None
+        counts, widths = zip(*windowed, strict=True)
+        max_chunk = min(self.prefill_chunk_tokens, self.max_rows)
+        return WindowLimits(min(counts), max(widths), max_chunk, self.run_ahead)
 
     @property
     def max_outstanding(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamina.coordinator.engine.block_pool import Block, BlockPool
+from lamina.coordinator.engine.window_pool import WindowBlock, WindowPool
 
 TokenBlock = bytes  # BLOCK_TOKENS token ids, packed
 
@@ -27,6 +28,13 @@ class PrefixNode:
     is_proven: bool  # somebody read the block and got a finite answer
     child: "PrefixNode | None"  # most have one at most, so a dict is only made for the `others`
     others: "dict[TokenBlock, PrefixNode] | None"
+    window: WindowBlock | None = None  # the same positions in the windowed layers; it may be gone, or never have been
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether anything of it may be what makes an answer not finite."""
+        window = self.window
+        return not (self.is_proven and (window is None or window.is_gone or window.is_proven))
 
     def take_children(self) -> "list[PrefixNode]":
         """Those it has, for the last time."""
@@ -42,8 +50,10 @@ Place = PrefixNode | str  # a node, or the root of a salt
 class PrefixCache:
     """Finds, adds, unlinks and evicts nodes; counts no tokens and knows no sequence."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, windows: WindowPool | None = None) -> None:
+        """`windows` is the pool of the windowed layers, if there are any."""
         self._pool = pool
+        self._windows = windows
         self._roots: dict[str, dict[TokenBlock, PrefixNode]] = {}
         self._unused: OrderedDict[PrefixNode, None] = OrderedDict()  # least recently used first
 
@@ -97,6 +107,16 @@ class PrefixCache:
         self._pool.share(node.block)
         self._unused.pop(node, None)
 
+    def replace(self, node: PrefixNode, block: Block) -> None:
+        """Nobody uses the node: a block of the same content, which its writer has filled, takes the place of its own.
+
+        The writer uses the parent, and from now on the node.
+        """
+        self._pool.evict(node.block)
+        del self._unused[node]
+        self._pool.seal(block)
+        node.block, node.is_proven = block, False
+
     def leave(self, node: PrefixNode) -> None:
         """One user less; the caller has left all nodes below."""
         self._pool.release(node.block)
@@ -117,6 +137,7 @@ class PrefixCache:
             node = lost.pop()
             lost += node.take_children()
             node.is_linked = False
+            self._unindex_window(node)
             if not node.block.num_users:
                 del self._unused[node]
                 self._pool.evict(node.block)
@@ -125,7 +146,13 @@ class PrefixCache:
         """Drop the least recently used leaf, so that its block is free. Raises KeyError if every node is in use."""
         node, _ = self._unused.popitem(last=False)
         self._pool.evict(node.block)
+        self._unindex_window(node)
         self._drop(node)
+
+    def _unindex_window(self, node: PrefixNode) -> None:
+        if self._windows is not None and node.window is not None:
+            self._windows.unindex(node.window)
+            node.window = None
 
     def _drop(self, node: PrefixNode) -> None:
         """Take a node out of its parent."""

@@ -13,9 +13,8 @@ Blocks come back, and a preempted sequence waits again, only when every issued s
 """
 
 from array import array
-from dataclasses import dataclass
 
-from lamina.coordinator.engine.batch import Batch, RunningSet
+from lamina.coordinator.engine.batch import Batch, Issue, RunningSet
 from lamina.coordinator.engine.kv_ledger import KvLedger, PrefixPlace
 from lamina.coordinator.engine.policy import PrefillPace, SchedulerConfig, WaitingQueue
 from lamina.coordinator.engine.sequence import (
@@ -31,7 +30,6 @@ from lamina.spec.errors import CapacityExceeded, InvalidPlan, InvalidRequest
 from lamina.spec.ids import BlockId, Epoch, SeqId, StepId
 from lamina.spec.step import (
     BLOCK_TOKENS,
-    AddSequence,
     FinishReason,
     FromSample,
     RemoveSequence,
@@ -43,14 +41,6 @@ from lamina.spec.step import (
 
 FIRST_EPOCH = Epoch(0)
 _ERROR = FinishReason.ERROR
-
-
-@dataclass(frozen=True, slots=True)
-class Issue:
-    """What to send now: `adds` to the last stage, then `plan` to all."""
-
-    plan: StepPlan
-    adds: tuple[AddSequence, ...]
 
 
 class Scheduler:
@@ -70,7 +60,7 @@ class Scheduler:
         self._epoch = epoch
         self._next_step = StepId(0)
         self._done_step = StepId(-1)
-        self._ledger = KvLedger(config.num_blocks, prefix_caching=config.prefix_caching)
+        self._ledger = KvLedger(config)
         self._no_blocks: tuple[tuple[BlockId, ...], ...] = ((),) * len(config.num_blocks)
         self._waiting = WaitingQueue(config.policy)
         self._pace = PrefillPace(config)
@@ -133,6 +123,8 @@ class Scheduler:
         if not batch.slices:  # stage 0 has nothing better to do than to wait for a sample
             lanes = min(config.num_lanes, len(running.decoding))
             self._plan_decodes(batch, *running.next_decodes(step, lanes, may_stall=True))
+            if not batch.slices and not self.num_outstanding and self._waiting.first is not None:
+                self._plan_prefills(batch, now)  # whoever was preempted just now: no answer will wake it
         if not batch.slices:
             return None
         self._next_step = StepId(step + 1)
@@ -176,6 +168,7 @@ class Scheduler:
             if finish is not None:
                 record.finished_s = now
                 self._end(seq)
+        self._ledger.end_step(step)
         for seq in self._draining.pop(step, ()):
             self._release(seq)
         return tuple(events)
@@ -252,7 +245,7 @@ class Scheduler:
             if pos == seq.room:
                 if not self._find_block(seq):
                     continue
-                blocks = seq.take_new_blocks()
+                blocks = self._ledger.take_new_blocks(seq)
             source = new_sample((seq.last_step, seq.last_row)) if ahead else seq.known_input(pos, pos + 1)
             slices.append(new_slice((seq.id, pos, 1, source, blocks, True)))
             seq.last_step, seq.last_row = step, row
@@ -267,8 +260,10 @@ class Scheduler:
 
     def _find_block(self, seq: Sequence) -> bool:
         """Room for one more position, if need be at the expense of the newest sequence (A-41)."""
-        while not self._ledger.grow(seq, seq.pos + 1):
-            if self._draining or self._running.closing:
+        ledger = self._ledger
+        ledger.pass_by(seq, self._done_step)
+        while not ledger.grow(seq, seq.pos + 1):
+            if self._draining or self._running.closing or ledger.is_waiting:
                 return False  # blocks come back without a preemption
             victim = self._running.newest()
             if victim is None:
@@ -298,6 +293,7 @@ class Scheduler:
                 index += 1
                 continue
             self._running.end_prefill(seq)
+            self._ledger.end_prefill(seq)
             if seq.pos == seq.limit:
                 self._running.end_decode(seq)
 
@@ -312,6 +308,8 @@ class Scheduler:
         num_positions, margin = len(seq.tokens), len(self._running)
         if self.config.admission == "reserve":
             num_positions, margin = seq.limit, 0
+        if not ledger.fits_windows(seq, num_positions):
+            return False
         if self._refused is not None:
             refused, needed, num_returns = self._refused
             if refused == who and needed > ledger.slack and num_returns == ledger.num_returns:
@@ -334,11 +332,12 @@ class Scheduler:
             if ledger.awaited_block(seq) in coming:
                 return
         pos, end = seq.pos, batch.chunk_end(seq)
+        ledger.pass_by(seq, self._done_step)
         if end > pos and ledger.grow(seq, end):
             if is_new:
                 self._introduce(seq, batch, now)
             is_last = end == len(seq.tokens)
-            blocks = seq.take_new_blocks() or self._no_blocks
+            blocks = ledger.take_new_blocks(seq)
             seq.last_step, seq.last_row = batch.step, len(batch.slices)
             batch.add_chunk(SeqSlice(seq.id, pos, end - pos, seq.known_input(pos, end), blocks, is_last))
             seq.num_ahead = int(is_last)

@@ -10,6 +10,7 @@ from typing import NamedTuple, NewType
 
 from lamina.coordinator.engine.block_pool import Block
 from lamina.coordinator.engine.prefix_cache import PrefixNode
+from lamina.coordinator.engine.window_pool import WindowBlock
 from lamina.spec.ids import BlockId, SeqId, StepId
 from lamina.spec.sampling import SamplingParams
 from lamina.spec.step import BLOCK_TOKENS, AddSequence, FinishReason, Tokens, from_tuple
@@ -96,6 +97,10 @@ class Sequence:
     num_proven: int = 0  # of `chain`, those known to hold finite values where this sequence reads them
     indexing: bool = False  # whether `chain` may grow
     promised: int = 0  # blocks set aside for it and not allocated yet
+    windows: list[WindowBlock] = field(default_factory=list)  # of `blocks`, from `window_start` on, in windowed layers
+    window_start: int = 0
+    window_passed: int = 0  # where `window_start` will be when its issued steps are done
+    window_quota: int = 0  # blocks that it can have at any time
 
     @property
     def num_generated(self) -> int:
@@ -111,12 +116,20 @@ class Sequence:
         """Its tokens at these positions, for a slice."""
         return from_tuple(Tokens)((self.tokens[start:stop].tobytes(),))
 
-    def take_new_blocks(self) -> tuple[tuple[BlockId, ...], ...]:
-        """The blocks that no plan has named yet, by cache group."""
+    def take_new_blocks(self) -> tuple[BlockId, ...]:
+        """The blocks that no plan has named yet; the same ids in every cache group that keeps all positions."""
         new = self.blocks[self.num_sent_blocks :]
         self.num_sent_blocks = len(self.blocks)
-        groups = range(len(new[0].ids)) if new else ()
-        return tuple([tuple([block.ids[group] for block in new]) for group in groups])
+        return tuple([block.id for block in new])
+
+    def window_ids(self, first: int) -> tuple[BlockId, ...]:
+        """Of its table from entry `first` on, the blocks in layers with a window; any id where none is held.
+
+        No position still to be computed sees those entries; a table has no gaps.
+        """
+        num_passed = max(0, self.window_start - first)
+        held = self.windows[max(0, first - self.window_start) :]
+        return (BlockId(0),) * min(num_passed, len(self.blocks) - first) + tuple([block.id for block in held])
 
     def introduce(self, seq: SeqId) -> AddSequence:
         """Give it an identity; what the last stage must know of it."""
@@ -145,5 +158,7 @@ class Sequence:
         self.last_step = NO_STEP
         self.blocks = []
         self.chain = []
+        self.windows = []
+        self.window_start = self.window_passed = self.window_quota = 0
         self.indexing = False
         self.phase = Phase.WAITING

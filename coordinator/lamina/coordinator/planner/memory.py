@@ -7,7 +7,14 @@ from lamina.spec.checkpoint import TensorIndex
 from lamina.spec.device import DeviceProfile
 from lamina.spec.errors import CapacityExceeded
 from lamina.spec.ids import DeviceId
-from lamina.spec.memory import StageMemory, WeightBytes, arena_bytes, kv_block_bytes
+from lamina.spec.memory import (
+    StageMemory,
+    WeightBytes,
+    arena_bytes,
+    kv_block_bytes,
+    sliding_windows,
+    window_blocks,
+)
 from lamina.spec.model import LayerRange, ModelSpec
 from lamina.spec.placement import StageSettings
 from lamina.spec.quant import GgmlType
@@ -15,6 +22,7 @@ from lamina.spec.quant import GgmlType
 # Left free on each device beyond what is counted: the backend's workspace (which only the worker knows), allocator
 # slack, and what other programs take meanwhile.
 RESERVE_SHARE = 0.05
+_CHUNKS_AHEAD = 4  # chunks of one prompt that run ahead, two for each of two stages, see SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +33,27 @@ class Demand:
     tensors: TensorIndex
     settings: StageSettings
     num_tokens: int
+    gives_back: bool = True  # whether steps are planned such that layers with a window keep little more than that
 
     @property
-    def num_blocks(self) -> int:
-        """KV blocks per cache group; at least one sequence of full context."""
-        wanted = -(-self.num_tokens // self.settings.block_tokens)
-        return max(wanted, self.settings.max_blocks_per_seq)
+    def windows(self) -> tuple[int | None, ...]:
+        """By cache group: the window behind which blocks come back, None if all positions are kept."""
+        return sliding_windows(self.spec) if self.gives_back else (None,) * len(self.spec.cache_groups)
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """KV blocks by cache group.
+
+        Where all positions are kept: for `num_tokens`, and at least for one sequence of full context. Else for the
+        windows and a chunk of as many sequences as a step has, and for some chunks that run ahead.
+        """
+        settings = self.settings
+        kept = max(-(-self.num_tokens // settings.block_tokens), settings.max_blocks_per_seq)
+        ahead = -(-_CHUNKS_AHEAD * settings.max_rows // settings.block_tokens)
+        return tuple(
+            kept if w is None else min(kept, settings.max_seqs * window_blocks(w, settings.max_rows) + ahead)
+            for w in self.windows
+        )
 
 
 def room_bytes(device: DeviceProfile) -> int:
@@ -57,15 +80,19 @@ class StageCosts:
 
     def __init__(self, demand: Demand, weight_bits: Mapping[GgmlType, float]) -> None:
         self._demand = demand
+        self._num_blocks = demand.num_blocks
         self._weights = WeightBytes(demand.spec, demand.tensors, weight_bits)
 
     def of(self, layers: LayerRange) -> StageMemory:
         """Weights as they lie on the device, cache and arena of these layers."""
         spec, settings = self._demand.spec, self._demand.settings
-        per_block = sum(kv_block_bytes(spec, layers, group.index, settings) for group in spec.cache_groups)
+        kv_bytes = sum(
+            count * kv_block_bytes(spec, layers, group.index, settings)
+            for group, count in zip(spec.cache_groups, self._num_blocks, strict=True)
+        )
         return StageMemory(
             weight_bytes=self._weights.of(layers),
-            kv_bytes=per_block * self._demand.num_blocks,
+            kv_bytes=kv_bytes,
             arena_bytes=arena_bytes(spec, layers, settings),
         )
 

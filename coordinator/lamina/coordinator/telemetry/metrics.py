@@ -167,6 +167,16 @@ class Metrics:
             for state, count in scheduler.ledger.num_by_state.items():
                 blocks.add_metric([state], count)
             yield blocks
+            window_blocks = scheduler.ledger.num_window_by_state
+            if window_blocks is not None:
+                blocks = GaugeMetricFamily(
+                    "lamina_kv_cache_window_blocks",
+                    "KV blocks of layers with a sliding window: used by sequences, cached prefixes, free.",
+                    labels=["state"],
+                )
+                for state, count in window_blocks.items():
+                    blocks.add_metric([state], count)
+                yield blocks
             yield GaugeMetricFamily(
                 "lamina_kv_cache_promised_blocks",
                 "KV blocks, cached or free, set aside for admitted requests.",
