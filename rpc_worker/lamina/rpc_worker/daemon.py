@@ -22,6 +22,7 @@ from lamina.rpc_worker.tracing import TraceFile
 from lamina.spec.ids import DeviceId, WorkerName
 from lamina.v1 import worker_pb2_grpc
 from lamina.wire.channel import bind, server_options
+from lamina.wire.event_loop import leave_to_stay
 from lamina.wire.version import own_version
 
 _log = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ async def run_worker(settings: WorkerSettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     daemon = await Daemon.start(settings)
+    leave_to_stay()
     try:
         _announce(daemon.settings, daemon.devices)
         await _until_stopped(stop, daemon.settings)

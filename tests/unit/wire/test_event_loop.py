@@ -1,29 +1,23 @@
-"""The loop that both programs run on."""
+"""What both programs do with their interpreter."""
 
-import asyncio
-
-import pytest
-
-from lamina.wire.event_loop import run
+import subprocess
+import sys
 
 
-def test_the_result_and_the_error_of_the_main_task_come_back() -> None:
-    async def doubled(value: int) -> int:
-        await asyncio.sleep(0)
-        return 2 * value
-
-    async def failing() -> None:
-        raise ValueError("as asyncio.run would")
-
-    assert run(doubled(21)) == 42
-    with pytest.raises(ValueError, match=r"as asyncio\.run would"):
-        run(failing())
-
-
-def test_it_is_uvloop_where_that_is_installed() -> None:
-    uvloop = pytest.importorskip("uvloop")
-
-    async def loop() -> asyncio.AbstractEventLoop:
-        return asyncio.get_running_loop()
-
-    assert isinstance(run(loop()), uvloop.Loop)
+def test_what_stays_is_left_out_of_collections() -> None:
+    """Once; what comes later is collected as ever. In an interpreter of its own: there is no way back."""
+    script = """
+import gc, weakref
+from lamina.wire.event_loop import leave_to_stay
+class Node: pass
+assert gc.get_freeze_count() == 0
+leave_to_stay()
+held = gc.get_freeze_count()
+assert held > 1000, held
+later = Node(); later.self = later; seen = weakref.ref(later); del later
+leave_to_stay()
+assert gc.get_freeze_count() == held
+gc.collect()
+assert seen() is None
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -29,6 +29,7 @@ from lamina.coordinator.telemetry.cluster_watch import idle_workers
 from lamina.spec.address import Address
 from lamina.spec.errors import LaminaError, Unavailable, WorkerLost, WorkerUnreachable
 from lamina.spec.ids import WorkerName
+from lamina.wire.event_loop import leave_to_stay
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 2.0
@@ -180,6 +181,7 @@ class Keeper:
         self._holders = {w.address: w.profile.name for w in session.workers if w.profile.name in names}
         self._service.cluster.follow(session.workers, placement, session.pipeline.link_rtts_s)
         await self._service.cluster.look()  # so that whoever asks next sees the stages
+        leave_to_stay()
         self._set_state(Ready(session.engine))
         self._console.print("ready", highlight=False)
 
