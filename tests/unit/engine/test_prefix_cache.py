@@ -146,3 +146,21 @@ def test_siblings_are_evicted_one_by_one(cache: PrefixCache, pool: BlockPool) ->
     again = insert(cache, pool, root, C)
     assert cache.find(root, C) is again
     assert cache.find(root, B) is nodes[B]
+
+
+def test_a_block_that_nobody_uses_is_replaced(cache: PrefixCache, pool: BlockPool) -> None:
+    """By another of the same content: the old one is free, what is below stays, and the new one is yet to be proven."""
+    root = insert(cache, pool, "", A)
+    below = insert(cache, pool, root, B)
+    root.is_proven = True
+    cache.leave(below)
+    cache.leave(root)
+    (block,) = pool.allocate(1)
+    free = pool.num_free
+    cache.replace(root, block)
+    assert (pool.num_free, cache.num_unused) == (free + 1, 1)
+    assert (root.block, root.is_proven) == (block, False)
+    assert cache.find("", A) is root
+    assert cache.find(root, B) is below
+    cache.leave(root)
+    assert cache.num_unused == 2
