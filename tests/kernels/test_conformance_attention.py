@@ -186,6 +186,24 @@ def test_nan_that_a_sequence_left_behind_is_read_by_nobody(computing: Bench, dty
         computing.assert_close("attention", found, paged.expected(q, pieces, scale=0.2))
 
 
+@pytest.mark.parametrize("window", [1, 16, 40])
+@every_kv_dtype
+def test_nan_behind_the_window_is_read_by_nobody(computing: Bench, dtype: DType, window: int) -> None:
+    """Blocks that no row of the step sees any of are another sequence's by now: decodes, short and long chunks."""
+    _skip_without(computing, dtype)
+    paged = PagedSequences(computing, Heads(8, 2, 64, 64), [150, 120], dtype)
+    for first in (111, 112):
+        with np.errstate(invalid="ignore"):
+            paged.spoil(range(paged.num_blocks), np.nan, np.nan)
+        seen = max(0, first - window + 1) // 16 * 16
+        paged.write([(0, seen, 150), (1, seen, 120)])
+        for stop in (first + 1, first + 38):
+            pieces = [(0, first, stop), (1, first, min(stop, 120))]
+            q = computing.normal(sum(end - start for _, start, end in pieces), 8, 64)
+            found = paged.attend(q, pieces, scale=0.2, window=window)
+            computing.assert_close("attention", found, paged.expected(q, pieces, scale=0.2, window=window))
+
+
 @pytest.mark.parametrize("spoilt_value", [np.nan, 1.0], ids=["keys and values", "keys"])
 @every_kv_dtype
 def test_nan_in_a_block_that_a_sequence_reads_shows(computing: Bench, dtype: DType, spoilt_value: float) -> None:
