@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lamina.coordinator.cli.plan import window_lines
 from lamina.coordinator.cluster.client import StageLoaded
 from lamina.coordinator.cluster.deploy import agree_on_blocks
 from lamina.coordinator.planner.memory import RESERVE_SHARE, Demand
@@ -51,6 +52,13 @@ def test_a_window_is_wanted_for_each_sequence_of_a_step(spec: ModelSpec) -> None
     assert by_kind(demand_of(spec), demand_of(spec).num_blocks) == (128, WINDOW_BLOCKS)
     assert demand_of(spec, gives_back=False).num_blocks == (128, 128)
     assert demand_of(spec, gives_back=False).windows == (None, None)
+
+
+def test_the_plan_says_what_windows_keep(spec: ModelSpec) -> None:
+    """Only where that is less than all."""
+    (line,) = window_lines(demand_of(spec))
+    assert line == "layers with a window of 8 tokens keep 256 positions of KV over all sequences, the others 2048"
+    assert not window_lines(demand_of(spec, gives_back=False))
 
 
 def test_no_more_than_all_positions(spec: ModelSpec) -> None:

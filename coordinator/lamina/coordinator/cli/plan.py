@@ -8,7 +8,7 @@ from rich.console import Console
 
 from lamina.coordinator.cli.progress import connecting_line, split_json, split_table
 from lamina.coordinator.model_file import ModelFile
-from lamina.coordinator.planner.memory import StagePlan, check_fits, plan_stages
+from lamina.coordinator.planner.memory import Demand, StagePlan, check_fits, plan_stages
 from lamina.coordinator.planner.partition import partition_by_memory
 from lamina.coordinator.session import SessionSettings, addresses_of, choose_split, demand_of, dial_all
 from lamina.spec.device import DeviceProfile
@@ -67,6 +67,17 @@ async def plan_online(model: ModelFile, settings: SessionSettings) -> tuple[Stag
         await asyncio.gather(*(client.close() for client in clients))
 
 
+def window_lines(demand: Demand) -> list[str]:
+    """What the layers with a sliding window keep, a line for each window that keeps less than the others."""
+    num_blocks, block_tokens = demand.num_blocks, demand.settings.block_tokens
+    return [
+        f"layers with a window of {window} tokens keep {count * block_tokens} positions of KV over all sequences,"
+        f" the others {max(num_blocks) * block_tokens}"
+        for window, count in zip(demand.windows, num_blocks, strict=True)
+        if window is not None and count < max(num_blocks)
+    ]
+
+
 def print_plan(model: ModelFile, settings: SessionSettings, stages: tuple[StagePlan, ...], *, as_json: bool) -> None:
     """To standard output, as a table or as JSON."""
     if as_json:
@@ -76,3 +87,5 @@ def print_plan(model: ModelFile, settings: SessionSettings, stages: tuple[StageP
     else:
         console = Console(width=None if sys.stdout.isatty() else 110)
         console.print(split_table(stages, settings))
+        for line in window_lines(demand_of(model, settings)):
+            console.print(line, highlight=False, soft_wrap=True)
