@@ -28,6 +28,7 @@ _MAX_PATTERNS = 100  # patternProperties in all: each pair is compared, at some 
 # nothing in decimal), and where several meet, of their least common multiple. So much for one place, and for all.
 _MAX_DIVISOR = 10_000
 _MAX_DIVISORS = 100_000
+_MOST_BITS = 1024  # of a number that the compiler reads
 
 
 def json_object_grammar() -> str:
@@ -37,8 +38,9 @@ def json_object_grammar() -> str:
 
 def schema_grammar(schema: Mapping[str, object]) -> str:
     """A document that `schema` accepts. Raises InvalidRequest for a schema that is wrong or cannot be enforced."""
+    source = _bounded(json.dumps(schema), "the JSON schema")
     _check_costs(schema)
-    return _schema_grammar(_bounded(json.dumps(schema), "the JSON schema"))
+    return _schema_grammar(source)
 
 
 def lark_grammar(source: str) -> str:
@@ -52,10 +54,11 @@ def embedded_schema(schema: Mapping[str, object], *, strict: bool) -> str:
 
     Raises InvalidRequest for what would take too long.
     """
-    _check_costs(schema)
     own = schema.get("x-guidance")
     options = {**(own if isinstance(own, Mapping) else {}), "whitespace_pattern": _WHITE_SPACE, "lenient": not strict}
-    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+    source = _bounded(json.dumps({**schema, "x-guidance": options}), "the JSON schema")
+    _check_costs(schema)
+    return f"%json {source}"
 
 
 @lru_cache(maxsize=64)
@@ -69,22 +72,26 @@ def _schema_grammar(schema: str) -> str:
 
 
 def _check_costs(schema: Mapping[str, object]) -> None:
-    """Raise InvalidRequest for the two keywords whose cost grows out of all proportion to their length."""
-    num_patterns = 0
-    divisors: list[int] = []
+    """Raise InvalidRequest for the two keywords whose cost grows out of all proportion to their length.
+
+    It must not become what it guards against: a multiple of many large divisors takes seconds, and the interpreter.
+    """
+    num_patterns, multiple, total = 0, 1, 0
     for key, value in _entries(schema):
         if key == "patternProperties" and isinstance(value, Mapping):
             num_patterns += len(value)
         elif key == "multipleOf" and isinstance(value, int | float):
-            divisors.append(_odd_part(value))
+            divisor = _odd_part(value)
+            multiple, total = math.lcm(multiple, divisor), total + abs(divisor)
+            if multiple > _MAX_DIVISOR or total > _MAX_DIVISORS:
+                raise InvalidRequest(
+                    "the JSON schema cannot be enforced: multipleOf takes too many states; use smaller or rounder"
+                    " divisors: without factors of 2 and 5 their least common multiple may be"
+                    f" {_MAX_DIVISOR}, their sum {_MAX_DIVISORS}"
+                )
     if num_patterns > _MAX_PATTERNS:
         raise InvalidRequest(
             f"the JSON schema cannot be enforced: {num_patterns} patternProperties, at most {_MAX_PATTERNS} are taken"
-        )
-    if math.lcm(*divisors) > _MAX_DIVISOR or sum(divisors) > _MAX_DIVISORS:
-        raise InvalidRequest(
-            "the JSON schema cannot be enforced: multipleOf takes too many states; use smaller or rounder divisors:"
-            f" without factors of 2 and 5 their least common multiple may be {_MAX_DIVISOR}, their sum {_MAX_DIVISORS}"
         )
 
 
@@ -101,10 +108,12 @@ def _entries(schema: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 def _odd_part(value: float) -> int:
-    """Of the number's digits; 1 for what the compiler refuses, zero and what is not finite."""
+    """Of the number's digits, if they are not too many; 1 for what the compiler refuses, zero and infinite ones."""
     if isinstance(value, float):
         value = int("".join(map(str, Decimal(str(value)).as_tuple().digits)) or 0)
     part = value or 1
+    if part.bit_length() > _MOST_BITS:
+        return part
     for factor in (2, 5):
         while part % factor == 0:
             part //= factor
