@@ -4,6 +4,7 @@ The cards are emulated; deferred, each runs what it is given when somebody waits
 """
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,7 +17,7 @@ from lamina.kernels.cuda.device import Device, Span
 from lamina.rpc_worker.stage import StageResult
 from lamina.rpc_worker.step_queue import ReadyStep
 from lamina.spec.errors import CapacityExceeded, LaminaError, StaleEpoch
-from lamina.spec.step import FinishReason
+from lamina.spec.step import FinishReason, StepDone
 from support.cuda_emulated import EmulatedDevice
 from support.deferred import DeferredDevice
 from support.stage_bench import Bench, Talk, converse, load_bench, new_bench_epoch, scenes, tokens_of
@@ -24,7 +25,9 @@ from support.tiny import write_tiny_llama
 
 KINDS = pytest.mark.parametrize("kind", ["greedy", "drawn", "mixed"])
 GROUPS = pytest.mark.parametrize("groups", [1, 2])
+NUM_STEPS = {1: 16, 2: 22, 3: 28}  # by groups: long enough for every event of `scenes`
 NewBench = Callable[..., Bench]
+Answers = Callable[[str, int], list[StepDone]]
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +50,27 @@ def new_bench(path: Path) -> Iterator[NewBench]:
         stage.free()
 
 
-def in_one_piece(new_bench: NewBench) -> Bench:
-    return new_bench(EmulatedDevice(), cuts=())
+@pytest.fixture(scope="module")
+def in_one_piece(path: Path) -> Iterator[Callable[[list[Talk], int, int], list[StepDone]]]:
+    """What one stage on one card answers, which waits for every step."""
+    bench = load_bench(path, [EmulatedDevice()], ())
+
+    def answer(talks: list[Talk], num_steps: int, groups: int = 1) -> list[StepDone]:
+        return converse(new_bench_epoch(bench), talks, num_steps, groups)
+
+    yield answer
+    bench.stage.free()
+
+
+@pytest.fixture(scope="module")
+def expected(in_one_piece: Callable[[list[Talk], int, int], list[StepDone]]) -> Answers:
+    """The same for `scenes` by kind and groups, computed once."""
+    return cache(lambda kind, groups: in_one_piece(scenes(kind), NUM_STEPS[groups], groups))
+
+
+@pytest.fixture(scope="module")
+def expected_of_a_talk(in_one_piece: Callable[[list[Talk], int, int], list[StepDone]]) -> list[StepDone]:
+    return in_one_piece([Talk(1, (1, 2, 3))], 10, 1)
 
 
 def host_buffers(bench: Bench) -> list[set[str]]:
@@ -57,30 +79,40 @@ def host_buffers(bench: Bench) -> list[set[str]]:
     return [{*slot._given, *slot._left} for slot in slots]
 
 
-@KINDS
-@GROUPS
-@pytest.mark.parametrize(("looks", "seed"), [((3, 50), 2), ((50, 2), 3)])
+@pytest.mark.parametrize(
+    ("kind", "groups", "looks", "seed"),
+    [
+        ("greedy", 1, (3, 50), 2),
+        ("greedy", 2, (50, 2), 3),
+        ("drawn", 2, (3, 50), 2),
+        ("mixed", 1, (50, 2), 3),
+        ("mixed", 1, (3, 50), 2),
+        ("mixed", 2, (50, 2), 3),
+    ],
+)
 def test_two_cards_answer_like_one(
-    new_bench: NewBench, kind: str, groups: int, looks: tuple[int, int], seed: int
+    new_bench: NewBench, expected: Answers, kind: str, groups: int, looks: tuple[int, int], seed: int
 ) -> None:
     """Whichever is the slower, whichever thread comes first. Nothing passes through the host that need not."""
-    expected = converse(in_one_piece(new_bench), scenes(kind), 30, groups)
     split = new_bench(*map(DeferredDevice, looks), seed=seed)
-    assert converse(split, scenes(kind), 30, groups) == expected
+    assert converse(split, scenes(kind), NUM_STEPS[groups], groups) == expected(kind, groups)
     assert len(split.threads) == 2
     assert host_buffers(split) == [set(), {"best"}]
     assert not split.queue._fed_on_device
 
 
-@pytest.mark.parametrize("kind", ["drawn", "mixed"])
-@pytest.mark.parametrize(("groups", "num_devices", "seed"), [(1, 2, 0), (3, 2, 1), (1, 3, 2), (3, 3, 3)])
-def test_three_stages(new_bench: NewBench, kind: str, groups: int, num_devices: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "groups", "num_devices", "seed"),
+    [("mixed", 1, 2, 0), ("drawn", 3, 2, 1), ("greedy", 1, 3, 2), ("mixed", 3, 3, 3)],
+)
+def test_three_stages(
+    new_bench: NewBench, expected: Answers, kind: str, groups: int, num_devices: int, seed: int
+) -> None:
     """On three cards, or on two in turn, where first and last stage share one and the loans between them have no need
     of events."""
-    expected = converse(in_one_piece(new_bench), scenes(kind), 30, groups)
     devices = [DeferredDevice(Random(seed + i).choice((1, 4, 30))) for i in range(num_devices)]
     split = new_bench(*devices, cuts=(1, 2), seed=seed)
-    assert converse(split, scenes(kind), 30, groups) == expected
+    assert converse(split, scenes(kind), NUM_STEPS[groups], groups) == expected(kind, groups)
     assert host_buffers(split) == [set(), set(), {"best"}]
 
 
@@ -104,27 +136,27 @@ def test_no_host_waits_and_every_token_stays_on_the_cards(new_bench: NewBench, g
 
     again.queue.pop_ready = counting  # type: ignore[method-assign]
     talks = [Talk(4 + seq, (1, 2, 3 + seq), max_tokens=60) for seq in range(groups)]
-    converse(again, talks, 40, groups)
+    converse(again, talks, 24, groups)
     assert [device.num_waits for device in devices] == before
     assert again.most_launched == 2
-    assert num_fed == 40 - groups, "all but the prompts"
+    assert num_fed == 24 - groups, "all but the prompts"
 
 
-def test_a_card_that_waits_hands_over_through_the_host(new_bench: NewBench) -> None:
+def test_a_card_that_waits_hands_over_through_the_host(new_bench: NewBench, expected: Answers) -> None:
     """As a CPU beside a GPU does: one of the two has nothing that the other could follow."""
-    expected = converse(in_one_piece(new_bench), scenes("mixed"), 24)
     for pair in ((EmulatedDevice(), DeferredDevice(3)), (DeferredDevice(3), EmulatedDevice())):
         split = new_bench(*pair, seed=1)
-        assert converse(split, scenes("mixed"), 24) == expected
+        assert converse(split, scenes("mixed"), NUM_STEPS[1]) == expected("mixed", 1)
         is_deferred = [isinstance(device, DeferredDevice) for device in pair]
         assert [bool(names) for names in host_buffers(split)] == is_deferred
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_an_epoch_ends_with_hand_overs_under_way(new_bench: NewBench, seed: int) -> None:
+def test_an_epoch_ends_with_hand_overs_under_way(
+    new_bench: NewBench, expected_of_a_talk: list[StepDone], seed: int
+) -> None:
     """In whatever order the stages hear of it: nobody fails with anything but the end, nobody reads what is freed, and
     the next epoch starts as if nothing had been."""
-    expected = converse(in_one_piece(new_bench), [Talk(1, (1, 2, 3))], 10)
     bench = new_bench(DeferredDevice(looks=1000), DeferredDevice(looks=1000), seed=seed)
     rng = Random(seed)
     for epoch in range(3):
@@ -143,7 +175,7 @@ def test_an_epoch_ends_with_hand_overs_under_way(new_bench: NewBench, seed: int)
         assert all(isinstance(outcome, StaleEpoch | StageResult) for outcome in bench.outcomes), epoch
         assert not any(runner._launched or runner._lent for runner in bench.runners)
         bench = Bench(bench.stages, bench.order)
-    assert converse(bench, [Talk(1, (1, 2, 3))], 10) == expected
+    assert converse(bench, [Talk(1, (1, 2, 3))], 10) == expected_of_a_talk
 
 
 def test_what_was_lent_is_not_freed_before_it_is_copied(new_bench: NewBench) -> None:
@@ -167,12 +199,13 @@ def test_what_was_lent_is_not_freed_before_it_is_copied(new_bench: NewBench) -> 
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_a_failure_on_one_side(new_bench: NewBench, monkeypatch: pytest.MonkeyPatch, side: int) -> None:
+def test_a_failure_on_one_side(
+    new_bench: NewBench, expected_of_a_talk: list[StepDone], monkeypatch: pytest.MonkeyPatch, side: int
+) -> None:
     """It is told once, by the stage that failed; the other neither fails nor goes on for ever, and both can be used
     again."""
     devices = DeferredDevice(looks=2), DeferredDevice(looks=2)
     bench = new_bench(*devices, seed=side)
-    expected = converse(in_one_piece(new_bench), [Talk(1, (1, 2, 3))], 10)
 
     class Broken(LaminaError):
         pass
@@ -189,7 +222,7 @@ def test_a_failure_on_one_side(new_bench: NewBench, monkeypatch: pytest.MonkeyPa
         while bench.work():
             pass
         assert not any(isinstance(outcome, Exception) for outcome in bench.outcomes)
-    assert converse(new_bench_epoch(bench), [Talk(1, (1, 2, 3))], 10) == expected
+    assert converse(new_bench_epoch(bench), [Talk(1, (1, 2, 3))], 10) == expected_of_a_talk
 
 
 @pytest.mark.parametrize("side", [0, 1])
