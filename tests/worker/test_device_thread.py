@@ -160,3 +160,31 @@ def test_a_worker_that_waits_for_its_turn_is_woken_once() -> None:
             assert len(worker.looks) == 3
 
     asyncio.run(scene())
+
+
+def test_who_is_woken_after_a_submission_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if another thread wakes it in the middle of that submission, which puts it in front."""
+
+    async def scene() -> None:
+        async with running(CountingBackend()) as device:
+            worker, looks_before = Watched(num_looks=0, nap_s=0), []
+            waiting = device._queue
+
+            class Interleaved:
+                get = waiting.get
+
+                def put(self, item: object) -> None:
+                    if callable(item):
+                        device.wake(worker)
+                    waiting.put(item)  # type: ignore[arg-type]
+
+            with busy(device):
+                monkeypatch.setattr(device, "_queue", Interleaved())
+                device.post(lambda: looks_before.append(len(worker.looks)), lambda _: None)
+                monkeypatch.undo()
+                device.wake(worker)
+            await device.call(lambda: None)
+            assert looks_before == [1]
+            assert len(worker.looks) == 2
+
+    asyncio.run(scene())

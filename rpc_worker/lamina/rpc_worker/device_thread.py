@@ -62,8 +62,8 @@ class DeviceThread:
                 outcome = error
             self.tell_loop(lambda: on_done(outcome))
 
-        self._woken.clear()
         self._queue.put(job)
+        self._woken.clear()  # after that: who is woken in between would be taken for queued behind the job
 
     def wake(self, worker: Worker) -> None:
         """Have the thread advance `worker`, after what was submitted before. From any thread.
