@@ -84,10 +84,9 @@ def host_buffers(bench: Bench) -> list[set[str]]:
     [
         ("greedy", 1, (3, 50), 2),
         ("greedy", 2, (50, 2), 3),
-        ("drawn", 2, (3, 50), 2),
+        ("drawn", 1, (3, 50), 2),
         ("mixed", 1, (50, 2), 3),
-        ("mixed", 1, (3, 50), 2),
-        ("mixed", 2, (50, 2), 3),
+        ("mixed", 2, (3, 50), 2),
     ],
 )
 def test_two_cards_answer_like_one(
@@ -103,7 +102,7 @@ def test_two_cards_answer_like_one(
 
 @pytest.mark.parametrize(
     ("kind", "groups", "num_devices", "seed"),
-    [("mixed", 1, 2, 0), ("drawn", 3, 2, 1), ("greedy", 1, 3, 2), ("mixed", 3, 3, 3)],
+    [("mixed", 1, 2, 0), ("greedy", 3, 2, 1), ("greedy", 1, 3, 2), ("drawn", 3, 3, 3)],
 )
 def test_three_stages(
     new_bench: NewBench, expected: Answers, kind: str, groups: int, num_devices: int, seed: int
@@ -151,7 +150,7 @@ def test_a_card_that_waits_hands_over_through_the_host(new_bench: NewBench, expe
         assert [bool(names) for names in host_buffers(split)] == is_deferred
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_an_epoch_ends_with_hand_overs_under_way(
     new_bench: NewBench, expected_of_a_talk: list[StepDone], seed: int
 ) -> None:
@@ -159,7 +158,7 @@ def test_an_epoch_ends_with_hand_overs_under_way(
     the next epoch starts as if nothing had been."""
     bench = new_bench(DeferredDevice(looks=1000), DeferredDevice(looks=1000), seed=seed)
     rng = Random(seed)
-    for epoch in range(3):
+    for epoch in range(4):
         talk = Talk(0, (7, 7, 7))
         bench.edit(talk.add())
         for step in range(4):
