@@ -195,6 +195,19 @@ def test_a_second_head_that_came_with_the_first_request_has_its_time_as_well() -
     run(scene)
 
 
+@pytest.mark.parametrize("first", [HEAD + b"0123456789", b"POST /think" + HEAD.removeprefix(b"POST /") + b"0123456789"])
+def test_a_second_body_that_came_with_the_first_request_has_its_time_as_well(first: bytes) -> None:
+    """Its head is read when the first answer is out, and nothing that the client sends makes its time begin."""
+
+    async def scene() -> None:
+        async with connected() as (reader, writer):
+            writer.write(first + HEAD + b"half")
+            assert (await answer(reader)).endswith(b"0123456789")
+            await check_late(reader, "body", BODY_S - 0.1, BODY_S + 2)
+
+    run(scene)
+
+
 def test_an_application_that_does_not_read_is_not_the_clients_fault() -> None:
     """More than uvicorn buffers, sent at once, read late."""
 

@@ -47,9 +47,13 @@ class TimedProtocol(H11Protocol):
             self._await_head()
 
     def on_response_complete(self) -> None:
-        """The answer is out. What has come of the next head meanwhile begins its time; before that uvicorn waits."""
+        """The answer is out. What has come of the next request meanwhile begins its time; before that uvicorn waits."""
         super().on_response_complete()
-        if self._timer is None and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+        if self._timer is not None:
+            return
+        if self.conn.their_state is h11.SEND_BODY:  # the head was whole, and was read just now
+            self._await_body(0)
+        elif self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
