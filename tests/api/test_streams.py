@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from typing import Any
@@ -109,6 +110,35 @@ def test_a_client_that_goes_while_waiting_leaves_the_queue(model: ModelFile) -> 
             await first.task
 
         api.run(scenario())
+
+
+def test_a_client_that_goes_while_its_grammar_is_compiled_makes_nobody_wait(
+    model: ModelFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grammars are compiled one after the other: what nobody wants any more is not."""
+    may_go_on, compiled = threading.Event(), []
+    with Api(model, text_script(model, "{}")) as api:
+        grammars = api.pipeline.grammars
+
+        def compile_later(grammar: str) -> None:
+            assert may_go_on.wait(20)
+            compiled.append(grammar)
+
+        monkeypatch.setattr(grammars, "_try", compile_later)
+
+        async def scenario() -> None:
+            clients = [Client(api, response_format={"type": "json_object"}) for _ in range(3)]
+            await until(lambda: grammars._pool._work_queue.qsize() == 2)  # behind that of the first
+            for client in clients:
+                client.leave()
+                await client.task
+                assert not client.sent
+            may_go_on.set()
+            await until(lambda: grammars._pool._work_queue.empty())
+            assert len(compiled) == 1
+
+        api.run(scenario())
+        assert not api.engine.requests
 
 
 def test_a_full_queue_is_a_429_with_retry_after(model: ModelFile) -> None:

@@ -159,6 +159,26 @@ def test_a_silent_worker_is_noticed_within_ten_seconds(model: TinyModel) -> None
     run_scene(scene)
 
 
+def test_a_call_whose_connection_is_given_up_is_a_lost_worker() -> None:
+    """As when the pipeline is lost while a request's grammar is compiled; who is cancelled himself stays cancelled."""
+
+    async def scene() -> None:
+        async with running_worker("a") as a, running_proxy(a.settings.listen) as proxy:
+            worker = await WorkerClient.dial(proxy.address)
+            proxy.stall()
+            calls = [asyncio.create_task(worker.describe()) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            calls[0].cancel()
+            await worker.close()
+            ends = await asyncio.gather(*calls, return_exceptions=True)
+            assert isinstance(ends[0], asyncio.CancelledError)
+            assert isinstance(ends[1], WorkerLost)
+            assert "worker a at" in str(ends[1])
+            proxy.cut()
+
+    run_scene(scene)
+
+
 def test_open_but_silent_port() -> None:
     """Something listens and never speaks: refused at the connect deadline, with what to check (P-27)."""
 

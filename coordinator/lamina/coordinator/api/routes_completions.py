@@ -20,7 +20,7 @@ from lamina.coordinator.api.parameters import (
     parse_body,
 )
 from lamina.coordinator.api.service import InferenceService
-from lamina.coordinator.api.streaming import StreamResponse, WholeResponse
+from lamina.coordinator.api.streaming import StreamResponse, WholeResponse, while_connected
 from lamina.spec.errors import InvalidRequest
 
 
@@ -38,14 +38,14 @@ def completion_routes(service: InferenceService, ping_s: float) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Continue a conversation."""
         body = await _read(request, ChatParameters)
-        generation = await _prepare(service, body, partial(chat_request, body, service.model))
+        generation = await _prepare(service, request, body, partial(chat_request, body, service.model))
         return await _start(service, body, generation, ping_s, chat=True)
 
     @router.post("/v1/completions", openapi_extra=described_by(CompletionParameters))
     async def completions(request: Request) -> Response:
         """Continue texts."""
         body = await _read(request, CompletionParameters)
-        generation = await _prepare(service, body, partial(completion_request, body, service.model))
+        generation = await _prepare(service, request, body, partial(completion_request, body, service.model))
         return await _start(service, body, generation, ping_s, chat=False)
 
     return router
@@ -56,14 +56,15 @@ async def _read(request: Request, kind: type[Any]) -> Any:
 
 
 async def _prepare(
-    service: InferenceService, body: GenerationParameters, convert: Callable[[], GenerationRequest]
+    service: InferenceService, request: Request, body: GenerationParameters, convert: Callable[[], GenerationRequest]
 ) -> GenerationRequest:
     service.model.check_name(body.model)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true")
     service.check_ready()
     generation = await service.prepare(convert)
-    await service.prepare_grammar(generation)
+    if generation.grammar:  # may take seconds, and others wait for it
+        await while_connected(service.prepare_grammar(generation), request.receive)
     return generation
 
 

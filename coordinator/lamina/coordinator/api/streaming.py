@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -118,6 +119,21 @@ class StreamResponse(GenerationResponse):
                 return
             if num_sent == self._num_sent > 0:
                 await self._send(send, PING)
+
+
+async def while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Do the work, or cancel it and raise ClientDisconnect once the client is gone; its body has been received."""
+    working = asyncio.create_task(work)
+    gone = asyncio.create_task(_until_disconnect(receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        await working
+    finally:
+        working.cancel()
+        gone.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 async def _until_disconnect(receive: Receive) -> None:

@@ -9,7 +9,7 @@ import grpc
 
 from lamina.spec.address import Address, parse_address
 from lamina.spec.device import WorkerProfile
-from lamina.spec.errors import VersionMismatch, WorkerUnreachable
+from lamina.spec.errors import VersionMismatch, WorkerLost, WorkerUnreachable
 from lamina.spec.model import ModelSpec
 from lamina.spec.placement import Placement, StageSettings, StageSpec
 from lamina.v1 import step_pb2 as pb
@@ -194,6 +194,12 @@ class WorkerClient:
             return await call
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, self.who) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Not this task was cancelled: whoever lost the pipeline has dropped the connection under it.
+            raise WorkerLost(f"{self.who}: the connection was given up") from None
 
 
 StepsCall = grpc.aio.StreamStreamCall[bytes, pb.StepsResponse]
