@@ -54,7 +54,7 @@ class DeferredDevice(EmulatedDevice):
         super().__init__()
         self.num_waits = 0  # for everything, which a step that runs ahead must not do
         self.most_waiting = 0
-        self._looks = looks
+        self.looks = looks
         self._num_looks = 0
         self._num_done = self._num_launched = 0
         self._waiting: deque[Callable[[], None]] = deque()
@@ -130,6 +130,6 @@ class DeferredDevice(EmulatedDevice):
 
     def event_done(self, event: Any) -> bool:
         self._num_looks += 1
-        if self._waiting and self._num_looks % self._looks == 0:
+        if self._waiting and self._num_looks % self.looks == 0:
             self._step()
         return bool(self._num_done >= event.place)

@@ -25,7 +25,7 @@ from support.tiny import write_tiny_llama
 
 KINDS = pytest.mark.parametrize("kind", ["greedy", "drawn", "mixed"])
 GROUPS = pytest.mark.parametrize("groups", [1, 2])
-NUM_STEPS = {1: 16, 2: 22, 3: 28}  # by groups: long enough for every event of `scenes`
+NUM_STEPS = {1: 14, 2: 22, 3: 20}  # by groups: long enough for the events of `scenes`, in threes but for one
 NewBench = Callable[..., Bench]
 Answers = Callable[[str, int], list[StepDone]]
 
@@ -84,7 +84,6 @@ def host_buffers(bench: Bench) -> list[set[str]]:
     [
         ("greedy", 1, (3, 50), 2),
         ("greedy", 2, (50, 2), 3),
-        ("drawn", 1, (3, 50), 2),
         ("mixed", 1, (50, 2), 3),
         ("mixed", 2, (3, 50), 2),
     ],
@@ -143,22 +142,23 @@ def test_no_host_waits_and_every_token_stays_on_the_cards(new_bench: NewBench, g
 
 def test_a_card_that_waits_hands_over_through_the_host(new_bench: NewBench, expected: Answers) -> None:
     """As a CPU beside a GPU does: one of the two has nothing that the other could follow."""
-    for pair in ((EmulatedDevice(), DeferredDevice(3)), (DeferredDevice(3), EmulatedDevice())):
+    for kind, *pair in (
+        ("mixed", EmulatedDevice(), DeferredDevice(3)),
+        ("greedy", DeferredDevice(3), EmulatedDevice()),
+    ):
         split = new_bench(*pair, seed=1)
-        assert converse(split, scenes("mixed"), NUM_STEPS[1]) == expected("mixed", 1)
+        assert converse(split, scenes(kind), NUM_STEPS[1]) == expected(kind, 1)
         is_deferred = [isinstance(device, DeferredDevice) for device in pair]
         assert [bool(names) for names in host_buffers(split)] == is_deferred
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_an_epoch_ends_with_hand_overs_under_way(
-    new_bench: NewBench, expected_of_a_talk: list[StepDone], seed: int
-) -> None:
+def test_an_epoch_ends_with_hand_overs_under_way(new_bench: NewBench, expected_of_a_talk: list[StepDone]) -> None:
     """In whatever order the stages hear of it: nobody fails with anything but the end, nobody reads what is freed, and
     the next epoch starts as if nothing had been."""
-    bench = new_bench(DeferredDevice(looks=1000), DeferredDevice(looks=1000), seed=seed)
-    rng = Random(seed)
-    for epoch in range(4):
+    devices = DeferredDevice(looks=1000), DeferredDevice(looks=1000)
+    bench = new_bench(*devices, seed=0)
+    rng = Random(0)
+    for epoch in range(18):
         talk = Talk(0, (7, 7, 7))
         bench.edit(talk.add())
         for step in range(4):
@@ -174,6 +174,8 @@ def test_an_epoch_ends_with_hand_overs_under_way(
         assert all(isinstance(outcome, StaleEpoch | StageResult) for outcome in bench.outcomes), epoch
         assert not any(runner._launched or runner._lent for runner in bench.runners)
         bench = Bench(bench.stages, bench.order)
+    for device in devices:
+        device.looks = 2
     assert converse(bench, [Talk(1, (1, 2, 3))], 10) == expected_of_a_talk
 
 
