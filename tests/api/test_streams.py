@@ -128,13 +128,13 @@ def test_a_client_that_goes_while_its_grammar_is_compiled_makes_nobody_wait(
 
         async def scenario() -> None:
             clients = [Client(api, response_format={"type": "json_object"}) for _ in range(3)]
-            await until(lambda: grammars._pool._work_queue.qsize() == 2)  # behind that of the first
+            await until(lambda: grammars._preparing._work_queue.qsize() == 2)  # behind that of the first
             for client in clients:
                 client.leave()
                 await client.task
                 assert not client.sent
             may_go_on.set()
-            await until(lambda: grammars._pool._work_queue.empty())
+            await until(lambda: grammars._preparing._work_queue.empty())
             assert len(compiled) == 1
 
         api.run(scenario())

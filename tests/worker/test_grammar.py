@@ -230,6 +230,33 @@ def test_a_grammar_that_was_prepared_is_there_at_once(
     assert not made
 
 
+def test_a_sequence_does_not_wait_for_a_grammar_of_a_request_to_come(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own is there; steps of all would wait with it."""
+    asyncio.run(compiler.prepare(GRAMMAR))
+    real, has_begun, may_go_on = llguidance.LLMatcher, threading.Event(), threading.Event()
+
+    def make(*args: object, **options: object) -> object:
+        has_begun.set()
+        may_go_on.wait(60)
+        return real(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(grammar_module.llguidance, "LLMatcher", make)
+    monkeypatch.setattr(grammar_module, "_PATIENCE_S", 5.0)
+
+    async def scene() -> None:
+        preparing = asyncio.create_task(compiler.prepare(real.grammar_from_regex("slow")))
+        assert await asyncio.to_thread(has_begun.wait, 5)
+        try:
+            assert compiler.compile(GRAMMAR, []).mask(()).any()
+        finally:
+            may_go_on.set()
+        await preparing
+
+    asyncio.run(scene())
+
+
 def test_what_is_wrong_with_a_grammar_is_found_when_it_is_prepared(compiler: GrammarCompiler) -> None:
     with pytest.raises(InvalidRequest, match=r"cannot be used: .*nonsense"):
         asyncio.run(compiler.prepare('{"grammars": [{"json_schema": {"type": "nonsense"}}]}'))

@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 
 import llguidance
 import numpy as np
@@ -63,24 +64,26 @@ class _TokenTable:
 
 
 class GrammarCompiler:
-    """Makes matchers for one model, on a thread of its own.
+    """Makes matchers for one model, on two threads: grammars of requests to come on one, of sequences on the other.
 
-    The tokenizer's trie is begun at once (0.2 s for 49k tokens, with the interpreter held), so that it is there when
-    the weights are; a grammar is compiled while its sequence's prompt is computed.
+    So a sequence whose grammar is there does not wait for the next one's. The tokenizer's trie is begun at once (0.2 s
+    for 49k tokens, with the interpreter held), so that it is there when the weights are.
     """
 
     def __init__(self, metadata: Mapping[str, object], where: str, vocab_size: int) -> None:
         """`metadata` is the GGUF file's, `where` names it in messages, `vocab_size` is the width of the logits."""
         self._vocab_size = vocab_size
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._preparing = ThreadPoolExecutor(1, thread_name_prefix="prepare")
         self._tokenizer = self._pool.submit(_build_tokenizer, metadata, where, vocab_size)
-        self._fresh: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # the pool's; the one used last comes last
+        self._fresh: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # the one used last comes last
+        self._lock = Lock()  # of that
 
     async def prepare(self, grammar: str) -> None:
         """Compile a grammar, for `compile` to find it ready. Raises what the first use of its matcher would."""
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                await asyncio.wrap_future(self._pool.submit(self._try, grammar))
+                await asyncio.wrap_future(self._preparing.submit(self._try, grammar))
         except TimeoutError:
             raise _late() from None
 
@@ -93,12 +96,16 @@ class GrammarCompiler:
         return GrammarMatcher(self._pool.submit(self._compile, grammar, list(generated)), self._vocab_size)
 
     def _compile(self, grammar: str, generated: list[int]) -> llguidance.LLMatcher:
-        fresh = self._fresh.pop(grammar, None) or llguidance.LLMatcher(self._tokenizer.result(), grammar, log_level=0)
+        with self._lock:
+            known = self._fresh.get(grammar)
+        fresh = known or llguidance.LLMatcher(self._tokenizer.result(), grammar, log_level=0)
         matcher = fresh
         if not fresh.is_error():
-            self._fresh[grammar] = fresh
-            if len(self._fresh) > _NUM_KEPT:
-                self._fresh.popitem(last=False)
+            with self._lock:
+                self._fresh[grammar] = fresh
+                self._fresh.move_to_end(grammar)
+                if len(self._fresh) > _NUM_KEPT:
+                    self._fresh.popitem(last=False)
             matcher = fresh.deep_copy()
             matcher.consume_tokens(generated)
         if matcher.is_error():
