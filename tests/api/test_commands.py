@@ -1,7 +1,9 @@
 """The command line in process: what is refused before anything starts, the configuration file, who wins over whom."""
 
 import json
+import socket
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ def refusal(*arguments: str) -> str:
     [
         (["--host", "0.0.0.0"], "give --api-key, or say --insecure"),
         (["--join-listen", "0.0.0.0:50050"], "say --insecure"),
+        (["--join-listen", "127.0.0.1:0", "--workers", "127.0.0.1:9"], "leave one of them out"),
         (["--workers", "nonsense"], "host:port"),
         (["--policy", "best"], "--policy 'best' is none of fcfs, spf"),
         (["--admission", "all"], "--admission 'all' is none of optimistic, reserve"),
@@ -51,6 +54,12 @@ def test_values_are_checked_before_the_model_is_read() -> None:
     assert "--admission 'all'" in str(result.exception)
 
 
+def test_a_plan_for_nobody_says_so() -> None:
+    result = CliRunner().invoke(app, ["plan", str(smollm2_path())], env={"LAMINA_WORKERS": "", "LAMINA_MEMORY": ""})
+    assert "neither --workers nor --memory" in result.stderr
+    assert "neither" not in result.stdout
+
+
 def test_no_model_no_server(tmp_path: Path) -> None:
     assert "nothing.gguf" in refusal("serve", str(tmp_path / "nothing.gguf"))
 
@@ -59,6 +68,34 @@ def test_no_model_no_server(tmp_path: Path) -> None:
 def test_without_a_server_one_line(command: str) -> None:
     assert "does not answer" in refusal(command, "--url", "http://127.0.0.1:9")
     assert "http://host:port" in refusal(command, "--url", "nonsense")
+
+
+def answering(data: bytes) -> tuple[str, Thread]:
+    """A server that answers one request with these bytes: its URL and the thread to join."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        with listener, listener.accept()[0] as connection:
+            received = connection.recv(65536)
+            connection.sendall(data if b"GET /admin/cluster " in received else b"HTTP/1.1 404 Not Found\r\n\r\n")
+
+    thread = Thread(target=answer)
+    thread.start()
+    return f"http://127.0.0.1:{listener.getsockname()[1]}", thread
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"\0\0\x18\x04\0\x1b[31m\r\n", "does not speak HTTP; is it the address of `coordinator serve`?"),
+        (b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\n\r\n", "401: ; here: --api-key KEY"),
+    ],
+)
+def test_other_answers_are_one_line_that_says_what_to_do(data: bytes, reason: str) -> None:
+    """A worker's port, whose bytes stay out of the terminal; a missing key. /v1 of the OpenAI URL is no harm."""
+    url, thread = answering(data)
+    assert refusal("status", "--url", f"{url}/v1").endswith(reason)
+    thread.join()
 
 
 COMMANDS = ("run", "plan", "serve", "chat", "status", "devices")

@@ -31,6 +31,7 @@ def test_answers_while_nobody_is_there_then_serves_who_joins() -> None:
         assert cluster.request("/health/live")[0] == 200
         assert cluster.request("/v1/completions", {"prompt": "x"})[0] == 503
         join = cluster.server.wait_for(r"--join (\S+)")[1]
+        cluster.server.wait_for(rf"waiting for 1 worker\(s\) to join at {join}: 0 of 1 have")
         with running_workers(1, "--join", join):
             cluster.wait_until_ready()
             status, answer = cluster.request("/v1/completions", {"prompt": "One, two,", "max_tokens": 3})

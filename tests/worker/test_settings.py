@@ -71,7 +71,7 @@ def test_a_remote_coordinator_needs_an_address_that_it_can_reach(
     with pytest.raises(SystemExit):
         settings_of(monkeypatch, *options)
     said = " ".join(capsys.readouterr().err.split())
-    assert f"cannot reach this worker at {shown}; use --listen HOST:PORT with an address it can reach" in said
+    assert f"cannot reach this one at {shown}; use --listen HOST:PORT with an address they can reach" in said
 
 
 @pytest.mark.parametrize(

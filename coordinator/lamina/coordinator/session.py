@@ -103,7 +103,8 @@ async def dial_all(addresses: Sequence[Address]) -> list[WorkerClient]:
     names = [worker.profile.name for worker in workers]
     if not failures and len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        failures.append(InvalidConfig(f"two workers are called {twice!r}: give each its own --name"))
+        where = " and ".join(str(a) for a, name in zip(addresses, names, strict=True) if name == twice)
+        failures.append(InvalidConfig(f"the workers at {where} are called {twice!r}: give each its own --name"))
     if failures:
         await asyncio.gather(*(worker.close() for worker in workers))
         raise failures[0]

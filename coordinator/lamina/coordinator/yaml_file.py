@@ -21,7 +21,8 @@ def read_yaml_node(path: Path, what: str) -> yaml.Node | None:
             raise InvalidConfig(f"{path}: larger than {_MAX_FILE_BYTES} bytes, this is no {what}")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidConfig(f"{path}: cannot be read as a {what}: {error}") from None
+        cause = getattr(error, "strerror", None) or error
+        raise InvalidConfig(f"{path}: cannot be read as a {what}: {cause}; check the path") from None
     try:
         _check_depth(path, text, what)
         return yaml.compose(text, Loader=yaml.SafeLoader)

@@ -32,7 +32,7 @@ def parse_address(text: str, *, default_port: int | None = None, allow_zero: boo
     """`host:port`, `[v6]:port`, a bare host with `default_port`. Raises InvalidConfig."""
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%]+)\]|([^\s:\[\]/]+))(?::([0-9]{1,5}))?", text.strip())
     if not match or (match[3] is None and default_port is None) or (match[1] and not _is_ipv6(match[1])):
-        raise InvalidConfig(f"address {text!r} is not of the form host:port or [ipv6]:port")
+        raise InvalidConfig(f"address {text!r} is not of the form host:port or [ipv6]:port, like 192.168.1.10:50051")
     port = int(match[3]) if match[3] is not None else default_port or 0
     if not (0 if allow_zero else 1) <= port <= 65535:
         raise InvalidConfig(f"address {text!r}: port {port} is not between 1 and 65535")

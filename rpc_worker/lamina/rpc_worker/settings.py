@@ -39,8 +39,8 @@ class WorkerSettings:
         reachable_at = self.advertise or self.listen
         if self.join is not None and reachable_at.is_loopback and not self.join.is_loopback:
             raise InvalidConfig(
-                f"--join {self.join} is on another machine, which cannot reach this worker at {reachable_at}; "
-                "use --listen HOST:PORT with an address it can reach, or --advertise"
+                f"--join {self.join} gathers workers of several machines, which cannot reach this one at "
+                f"{reachable_at}; use --listen HOST:PORT with an address they can reach, or --advertise"
             )
         for folder in self.model_folders:
             if not folder.is_dir():

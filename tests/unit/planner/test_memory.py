@@ -129,8 +129,8 @@ def test_check_fits_lists_every_stage_that_does_not() -> None:
         check_fits([good, small, tiny])
     assert str(caught.value) == (
         "the split does not fit: layers 2-3 on w1/0 need 1000.0 MiB (weights 600.0, cache 300.0, arena 100.0),"
-        " 972.8 MiB are free there; layers 4 on w2/0 need 1000.0 MiB (weights 600.0, cache 300.0, arena 100.0),"
-        " 486.4 MiB are free there"
+        " 972.8 MiB are free there, less 5% in reserve; layers 4 on w2/0 need 1000.0 MiB"
+        " (weights 600.0, cache 300.0, arena 100.0), 486.4 MiB are free there, less 5% in reserve"
     )
 
 

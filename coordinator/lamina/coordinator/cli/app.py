@@ -100,6 +100,8 @@ def plan(
     opened = open_model_file(model)
     settings = _session_settings(opened, workers, split, split_file, context, parallel, kv_dtype, "f32", max_rows)
     if memory or not (settings.workers or split_file is not None):  # LAMINA_WORKERS may be exported; --memory is asked
+        if not memory:
+            print("neither --workers nor --memory: devices without a limit are assumed", file=sys.stderr)
         stages = plan_offline(opened, settings, options.parse_sizes(memory) if memory else None)
     else:
         stages = asyncio.run(plan_online(opened, settings))

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
+from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -22,10 +23,12 @@ class ServerClient:
     """Requests to one server."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
+        """At `url`, also the OpenAI base URL, which ends in /v1. Raises InvalidConfig if it is none."""
+        url = url.rstrip("/").removesuffix("/v1")
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InvalidConfig(f"--url {url!r} is not of the form http://host:port")
-        self._url = url.rstrip("/")
+        self._url = url
         self._parts = parts
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
@@ -58,8 +61,10 @@ class ServerClient:
         try:
             connection.request(method, self._parts.path.rstrip("/") + path, body, headers)
             response = connection.getresponse()
-        except (OSError, HTTPException) as error:
-            reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        except HTTPException:  # its text is what came, which may be anything
+            raise Unavailable(f"{self._url} does not speak HTTP; is it the address of `coordinator serve`?") from None
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else error
             raise Unavailable(f"{self._url} does not answer ({reason}); is `coordinator serve` running?") from None
         if response.status >= 400:
             raise _error_of(response, f"{self._url}{path}")
@@ -79,4 +84,5 @@ def _error_of(response: HTTPResponse, where: str) -> LaminaError:
         message = json.loads(text)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = text[:200]
-    return LaminaError(f"{where}: {response.status}: {message}")
+    hint = "; here: --api-key KEY" if response.status == HTTPStatus.UNAUTHORIZED else ""
+    return LaminaError(f"{where}: {response.status}: {message}{hint}")

@@ -60,6 +60,7 @@ class Keeper:
         self._ended_by: LaminaError | None = None  # the last session
         self._gone = ""  # the workers that the present attempt does without
         self._told = ""  # the last line about a failure
+        self._num_joined = -1  # of the workers to wait for, as last logged
         self._suspended: Engine | None = None
         self._giving_up: asyncio.Task[None] | None = None
 
@@ -242,7 +243,11 @@ class Keeper:
         self._set_state(Lost(what) if self._has_served else Loading(waiting_for=what))
 
     def _wait_for_joins(self, num_wanted: int, at: Address, num_joined: int) -> None:
-        self._wait_for(f"{num_wanted} worker(s) to join at {at}: {num_joined} of {num_wanted} have")
+        what = f"{num_wanted} worker(s) to join at {at}: {num_joined} of {num_wanted} have"
+        if num_joined != self._num_joined:
+            self._num_joined = num_joined
+            _log.info("waiting for %s", what)
+        self._wait_for(what)
 
     def _set_state(self, state: Loading | Ready | Lost) -> None:
         if not isinstance(self._service.state, Draining):

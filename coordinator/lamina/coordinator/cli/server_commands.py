@@ -18,9 +18,11 @@ from lamina.coordinator.engine.policy import ADMISSIONS, POLICIES
 from lamina.coordinator.model_file import open_model_file
 from lamina.coordinator.session import SchedulingChoice, SessionSettings
 from lamina.spec.address import Address, parse_address
+from lamina.spec.errors import InvalidConfig
 from lamina.spec.sizes import parse_size
 from lamina.wire.event_loop import run
 
+_JOIN_LISTEN = "127.0.0.1:50050"
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -40,7 +42,7 @@ def serve(
         int, typer.Option(help="HTTP port; 0 picks a free one.", envvar="LAMINA_PORT", min=0, max=65535)
     ] = 8080,
     api_key: Annotated[
-        str, typer.Option(help="Key that every request but /health must bring.", envvar="LAMINA_API_KEY")
+        str, typer.Option(help="Key that requests must bring; /health and the page need none.", envvar="LAMINA_API_KEY")
     ] = "",
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen beyond loopback without a key.", envvar="LAMINA_INSECURE")
@@ -51,7 +53,7 @@ def serve(
     join_listen: Annotated[
         str,
         typer.Option(help="host:port for `rpc-worker --join`, without --workers.", envvar="LAMINA_JOIN_LISTEN"),
-    ] = "127.0.0.1:50050",
+    ] = _JOIN_LISTEN,
     num_workers: Annotated[
         int, typer.Option(help="Workers to wait for, without --workers.", envvar="LAMINA_NUM_WORKERS", min=1)
     ] = 1,
@@ -98,6 +100,8 @@ def serve(
     from lamina.coordinator.cli.serve import serve as run_server
 
     _start_logging(log_level)
+    if workers and join_listen != _JOIN_LISTEN:
+        raise InvalidConfig("--join-listen is for a server without --workers or LAMINA_WORKERS: leave one of them out")
     opened = open_model_file(model)
     stage = options.stage_settings(
         opened.spec.context_length, context, parallel, kv_dtype, wire_dtype, max_rows, cuda_graphs

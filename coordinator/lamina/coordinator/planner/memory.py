@@ -135,5 +135,6 @@ def _overfull(stages: Sequence[StagePlan]) -> str:
     arena = sum(stage.memory.arena_bytes for stage in stages) / mib
     return (
         f"layers {layers} on {stages[0].device.id} need {weights + cache + arena:.1f} MiB (weights {weights:.1f},"
-        f" cache {cache:.1f}, arena {arena:.1f}), {stages[0].room_bytes / mib:.1f} MiB are free there"
+        f" cache {cache:.1f}, arena {arena:.1f}), {stages[0].room_bytes / mib:.1f} MiB are free there,"
+        f" less {RESERVE_SHARE:.0%} in reserve"
     )
