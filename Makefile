@@ -24,12 +24,12 @@ $(BIN)/python:
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 
 $(VENV)/.installed: $(BIN)/python $(NATIVE)
-	@echo "installing lamina into $(VENV) (building its native library takes about a minute) …"
+	@echo "installing lamina into $(VENV) (building its native library takes some minutes and prints nothing) …"
 	@$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
 $(VENV)/.dev: $(BIN)/python $(NATIVE)
-	@echo "installing lamina and its development tools into $(VENV) …"
+	@echo "installing lamina and its development tools into $(VENV) (takes some minutes and prints nothing) …"
 	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $(VENV)/.installed $@
 
