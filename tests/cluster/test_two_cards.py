@@ -74,5 +74,5 @@ def test_two_compute_threads(cards: list[Card], model: TinyModel, num_cancelled:
     alone, first, second = cards
     assert alone.num_borrowed == 0
     assert second.num_borrowed >= 30, "every hidden state"
-    # Of the first steps, planned at once, no host can know the token sooner; later ones depend on how busy the machine is.
+    # No host knows those of the first steps sooner, planned at once; for later ones that depends on the machine.
     assert first.num_borrowed >= 3, "tokens"
