@@ -4,7 +4,9 @@ The device is the emulated GPU; deferred, it runs what it is given only when som
 """
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from gguf import GGMLQuantizationType
@@ -12,8 +14,9 @@ from gguf import GGMLQuantizationType
 from lamina.kernels.cuda.backend import open_device
 from lamina.kernels.cuda.device import Device
 from lamina.spec.errors import InvalidPlan
+from lamina.spec.ids import SeqId
 from lamina.spec.sampling import SamplingParams
-from lamina.spec.step import FinishReason, SeqSlice, Tokens
+from lamina.spec.step import FinishReason, SeqSlice, StepDone, Tokens
 from support.cuda_emulated import EmulatedDevice
 from support.deferred import DeferredDevice
 from support.stage_bench import GREEDY, Bench, Talk, converse, load_bench, new_bench_epoch, scenes, tokens_of
@@ -44,17 +47,43 @@ def new_bench(path: Path) -> Iterator[NewBench]:
         stage.free()
 
 
+class Waited(NamedTuple):
+    """What one stage made of a scene that waits for every step, and the tokens that its queue had left."""
+
+    answers: list[StepDone]
+    left: dict[tuple[SeqId, int], int]
+
+
+@pytest.fixture(scope="module")
+def waited(path: Path) -> Iterator[Callable[[str], Waited]]:
+    """By kind of scene, computed once."""
+    stages = []
+
+    def run(kind: str) -> Waited:
+        bench = load_bench(path, [EmulatedDevice()])
+        stages.extend(bench.stages)
+        answers = converse(bench, scenes(kind), 24)
+        assert bench.most_launched == 0, "at the end of a job"
+        return Waited(answers, bench.queue._tokens)
+
+    yield cache(run)
+    for stage in stages:
+        stage.free()
+
+
 @pytest.mark.parametrize("kind", ["greedy", "drawn", "mixed"])
 @pytest.mark.parametrize("looks", [1, 3, 50])
-def test_running_ahead_changes_no_answer(new_bench: NewBench, looks: int, kind: str) -> None:
+def test_running_ahead_changes_no_answer(
+    new_bench: NewBench, waited: Callable[[str], Waited], looks: int, kind: str
+) -> None:
     """Whatever the device's pace; sequences that ended, were cancelled or came in between included."""
-    waiting, deferred = new_bench(EmulatedDevice()), new_bench(DeferredDevice(looks))
-    expected = converse(waiting, scenes(kind), 24)
+    deferred = new_bench(DeferredDevice(looks))
+    expected = waited(kind).answers
     assert converse(deferred, scenes(kind), 24) == expected
-    assert (waiting.most_launched, deferred.most_launched) == (0, 2), "at the end of a job"
+    assert deferred.most_launched == 2, "at the end of a job"
     finishes = [token.finish for answer in expected for token in answer.tokens if token.finish]
     assert finishes == [FinishReason.STOP, FinishReason.LENGTH]
-    assert deferred.queue._tokens == waiting.queue._tokens, "of the last rows, which no step feeds on"
+    assert deferred.queue._tokens == waited(kind).left, "of the last rows, which no step feeds on"
     assert not deferred.queue._fed_on_device
 
 
@@ -69,22 +98,22 @@ def test_running_ahead_on_a_card(new_bench: NewBench, cuts: tuple[int, ...], kin
 
 @pytest.mark.parametrize("kind", ["greedy", "drawn", "mixed"])
 @pytest.mark.parametrize("looks", [1, 3, 50])
-def test_stages_of_one_device_hand_over_on_it(new_bench: NewBench, looks: int, kind: str) -> None:
+def test_stages_of_one_device_hand_over_on_it(
+    new_bench: NewBench, waited: Callable[[str], Waited], looks: int, kind: str
+) -> None:
     """Neither the hidden state nor, where it can be helped, the token comes to the host between them."""
-    whole, device = new_bench(EmulatedDevice()), DeferredDevice(looks)
-    split = new_bench(device, (1,))
-    expected = converse(whole, scenes(kind), 24)
-    assert converse(split, scenes(kind), 24) == expected
+    split = new_bench(DeferredDevice(looks), (1,))
+    assert converse(split, scenes(kind), 24) == waited(kind).answers
     assert split.most_launched == 2
     slot = split.stages[0]._model._slot  # type: ignore[union-attr]
     assert not {**slot._given, **slot._left}, "the first stage has neither sent nor received a hidden state"
-    assert split.queues[0]._tokens == whole.queue._tokens
+    assert split.queues[0]._tokens == waited(kind).left
 
 
 @pytest.mark.parametrize("kind", ["drawn", "mixed"])
-def test_the_device_draws_what_the_host_would(new_bench: NewBench, kind: str) -> None:
+def test_the_device_draws_what_the_host_would(new_bench: NewBench, waited: Callable[[str], Waited], kind: str) -> None:
     """B-31: the same tokens where every row is drawn from logits on the host."""
-    device, host = new_bench(EmulatedDevice()), new_bench(EmulatedDevice())
+    host = new_bench(EmulatedDevice())
     sampler = host.stage._sampler
     sample = sampler.sample
     sampler._draw = None
@@ -92,7 +121,7 @@ def test_the_device_draws_what_the_host_would(new_bench: NewBench, kind: str) ->
     sampler.needs_logits = lambda rows: True  # type: ignore[method-assign]
     sampler.sample = lambda rows, logits, chosen=None: sample(rows, logits)  # type: ignore[method-assign]
     expected = converse(host, scenes(kind), 24)
-    assert converse(device, scenes(kind), 24) == expected
+    assert waited(kind).answers == expected
     assert len(set(tokens_of(expected, 0))) > 4, "a draw, not a rut"
 
 
