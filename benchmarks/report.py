@@ -96,7 +96,11 @@ class Report:
         self._write()
 
     def finish(self) -> None:
-        """Write the file and print the table."""
+        """Write the file and print the table. Raises SystemExit, writing nothing, if no figure was measured."""
+        if not self.figures:
+            if sys.exc_info()[0] is None:  # else what is under way says why
+                sys.exit(f"no figure was measured; --only {' '.join(self._only) or 'was not given'}")
+            return
         self._write()
         print(table(self.figures))
         load = " ".join(f"{x:.1f}" for x in self._load_before), " ".join(f"{x:.1f}" for x in os.getloadavg())

@@ -89,6 +89,19 @@ def test_only_selects_by_pattern() -> None:
     assert Report("test", argument_parser("d").parse_args([])).wants("anything")
 
 
+def test_patterns_that_fit_nothing_are_said_and_leave_the_last_figures_alone(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    path.write_text("of the run before")
+    report = Report("test", argument_parser("d").parse_args(["--only", "rcp.*", "--json", str(path)]))
+    with pytest.raises(SystemExit, match=r"no figure was measured; --only rcp\.\*"):
+        report.finish()
+    try:
+        raise KeyError
+    except KeyError:
+        report.finish()  # what ended the run is not hidden
+    assert path.read_text() == "of the run before"
+
+
 def test_table_lists_every_figure_in_aligned_columns() -> None:
     lines = table([figure("a", "us", [12345.6], [1.0]), figure("long.name", "tokens/s", [0.5])]).splitlines()
     assert len(lines) == 3
