@@ -8,7 +8,8 @@ from typing import NamedTuple
 from lamina.spec.device import GraphCounts
 from lamina.spec.step import StepPlan
 
-_NEARLY = 0.8  # of the time that a step is expected to take nobody looks at the device
+_NEARLY = 0.8  # of the time that a step is expected to take nobody looks at the device,
+_LONGEST_S = 5e-3  # but not for longer than this, should the expectation be wrong
 _MAX_TIMED_ROWS = 1024  # steps of more count as of so many
 
 
@@ -45,29 +46,30 @@ class StepMeter:
         self._clock = clock
         self.counts = StepCounts()
         self._last_end_s = 0.0
-        # What a step is expected to take, by its rows. Only one that was looked at in vain before it was done has told
-        # how long it took; after another, which may have been looked at late, the expectation is halved.
+        # What a step is expected to take, by its rows. Only one that was found unfinished shortly before it was found
+        # finished has told how long it took; after another, which was looked at late, the expectation is halved.
         self._expected_s: dict[int, float] = {}
-        self._looked_in_vain = False
+        self._unfinished_s = 0.0  # when a step was looked at in vain last
 
     def look(self, *, is_done: bool) -> bool:
         """The oldest step under way was looked at: what was seen is handed back."""
-        self._looked_in_vain |= not is_done
+        if not is_done:
+            self._unfinished_s = self._clock()
         return is_done
 
     def count(self, start_s: float, plan: StepPlan, *, recorded: bool = False) -> None:
         """A step that began then has ended, and was recorded in passing. Time that two were under way counts once."""
         end_s = self._clock()
-        busy_s = end_s - max(start_s, self._last_end_s)
+        begin_s = max(start_s, self._last_end_s)
+        busy_s, unseen_s = end_s - begin_s, end_s - max(begin_s, self._unfinished_s)
         self._last_end_s = end_s
         rows = min(plan.num_rows, _MAX_TIMED_ROWS)
         if recorded:
             pass  # others need not record, and take less
-        elif self._looked_in_vain:
+        elif unseen_s <= busy_s / 4:
             self._expected_s[rows] = busy_s
         else:
             self._expected_s[rows] = self._expected_s.get(rows, 0.0) / 2
-        self._looked_in_vain = False
         before, has_prompt = self.counts, plan.num_rows > len(plan.slices)
         self.counts = StepCounts(
             before.num_steps + 1,
@@ -77,6 +79,6 @@ class StepMeter:
         )
 
     def due_s(self, start_s: float, plan: StepPlan) -> float:
-        """When the oldest step under way is nearly done, if it takes as long as expected."""
+        """When to look at the oldest step under way: nearly done, if it takes as long as expected, or soon anyway."""
         expected_s = self._expected_s.get(min(plan.num_rows, _MAX_TIMED_ROWS), 0.0)
-        return max(start_s, self._last_end_s) + _NEARLY * expected_s
+        return min(max(start_s, self._last_end_s) + _NEARLY * expected_s, self._clock() + _LONGEST_S)

@@ -69,6 +69,31 @@ def test_a_prompt_is_on_its_way_before_the_steps_after_it_are_planned() -> None:
     run(scene)
 
 
+def test_a_fault_while_the_steps_after_a_prompt_are_planned_ends_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for that callback: without an end, the stream would wait for ever."""
+
+    async def scene() -> None:
+        pipeline, scheduler = HandPipeline(), Scheduler(BASE)
+        engine = Engine(scheduler, cast(Pipeline, pipeline), keeps_requests=True)
+        engine.start()
+        seen: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: seen.append(context.get("exception")))
+        stream = engine.submit(request(range(1, 5), 8))
+        fault = KeyError("ours")
+
+        def fail(now: float) -> None:
+            raise fault
+
+        monkeypatch.setattr(Scheduler, "schedule", lambda self, now: fail(now))
+        with pytest.raises(WorkerLost, match="the engine stopped: KeyError: 'ours'"):
+            await anext(stream)
+        assert seen == [fault]
+        assert not engine.is_suspended, "no other pipeline would cure it"
+        await engine.close()
+
+    run(scene)
+
+
 LOSS = WorkerLost("w1 is gone")
 
 

@@ -88,7 +88,7 @@ class Engine:
         stream = TokenStream(self.scheduler.record(id_), self._end_stream)
         self._streams[id_] = stream
         if self._issue_step():
-            asyncio.get_running_loop().call_soon(self._issue)  # what follows, once this step is being written
+            asyncio.get_running_loop().call_soon(self._issue_or_fail)  # what follows, once this step is being written
         return stream
 
     def _end_stream(self, id_: RequestId, finished: bool) -> None:
@@ -163,9 +163,22 @@ class Engine:
         except LaminaError as error:
             self._fail(error)
         except Exception as error:
+            self._stop(error)
+            raise
+
+    def _issue_or_fail(self) -> None:
+        """`_issue` as a callback of the loop, where nobody else would hear of a failure and everybody would wait."""
+        try:
+            self._issue()
+        except Exception as error:
+            self._stop(error)
+            raise
+
+    def _stop(self, error: Exception) -> None:
+        """The fault is ours: no other pipeline would cure it."""
+        if self._failure is None:
             self._keeps_requests = False
             self._fail(WorkerLost(f"the engine stopped: {type(error).__name__}: {error}"))
-            raise
 
     def _hand_out(self, event: TokenEvent) -> None:
         stream = self._streams.get(event.request_id)
