@@ -23,7 +23,7 @@ KV_BYTES = 2  # f16
 LINK_BYTES_PER_S, LINK_DELAY_S, HOP_HOST_S = 117e6, 0.15e-3, 0.25e-3
 
 # Of the read bandwidth that a card's data sheet names, the CUDA backend turned 57 % into weights read on an H200
-# (7B shape, cuda-backend.json); what a layer costs beside bytes there, 15 microseconds, is taken twice where kernels
+# (7B shape, cuda-all.json); what a layer costs beside bytes there, 15 microseconds, is taken twice where kernels
 # cannot be launched ahead of their predecessor's end (before 9.0), and thrice for the older card.
 READ_SHARE = 0.57
 
