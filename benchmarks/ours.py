@@ -46,21 +46,24 @@ class Ours:
         stages: Sequence[Sequence[int]] = (),
         first_layers: int = 0,
     ) -> dict[str, object]:
-        """Bring the model up over the workers, split so that each stage reads about the same number of bytes.
+        """Bring the model up over the workers: split as the planner does it by default, for equal machines evenly.
 
-        `stages` are (worker, device) of each, the first device of every worker by default. With `first_layers` the
-        first of two stages has as many.
+        With `stages`, the (worker, device) of each, it is split so that each reads about the same number of bytes; with
+        `first_layers` the first of two has as many.
         """
         file = open_model_file(Path(model))
-        places = stages or [(index, 0) for index in range(len(workers))]
-        ranges = balanced_ranges(file.spec, file.tensors, len(places))
-        if first_layers:
-            ranges = LayerRange(0, first_layers), LayerRange(first_layers, file.spec.num_layers)
-        with TemporaryDirectory() as folder:
-            split = Path(folder) / "split.yaml"
-            split.write_text(split_text([workers[worker] for worker, _ in places], places, ranges), "utf-8")
-            self._open(file, workers, SplitChoice(file=split), kv_dtype, max_rows)
-        return {"split": [str(layers) for layers in ranges]}
+        if not stages:
+            self._open(file, workers, SplitChoice(), kv_dtype, max_rows)
+        else:
+            ranges = balanced_ranges(file.spec, file.tensors, len(stages))
+            if first_layers:
+                ranges = LayerRange(0, first_layers), LayerRange(first_layers, file.spec.num_layers)
+            with TemporaryDirectory() as folder:
+                split = Path(folder) / "split.yaml"
+                split.write_text(split_text([workers[worker] for worker, _ in stages], stages, ranges), "utf-8")
+                self._open(file, workers, SplitChoice(file=split), kv_dtype, max_rows)
+        session = self._session
+        return {"split": [] if session is None else [str(stage.layers) for stage in session.pipeline.placement.stages]}
 
     def _open(self, file: ModelFile, workers: Sequence[str], split: SplitChoice, kv_dtype: str, max_rows: int) -> None:
         settings = SessionSettings(

@@ -111,10 +111,10 @@ def _load(
     ours: Contestant, peer: Contestant, model: str, report: Report, workers: Sequence[str], endpoints: Sequence[str]
 ) -> tuple[Contestant, Contestant]:
     path = str(model_path(model))
-    ours.ask("load", model=path, workers=list(workers))
+    split = ours.ask("load", model=path, workers=list(workers))["split"]
     facts = peer.ask("load", model=path, threads=1, servers=list(endpoints), num_ctx=_MAX_CONTEXT)
     report.facts["peer"] = {"name": "llama.cpp", "version": facts["version"], "system": facts["system"]}
-    print(f"rpc: {model}: llama.cpp has its layers on {facts['layers']}", file=sys.stderr)
+    print(f"rpc: {model}: lamina's layers {split}, llama.cpp's on {facts['layers']}", file=sys.stderr)
     return ours, peer
 
 
