@@ -1,12 +1,16 @@
 """Commands on their way to a stage: nothing blocks, and what waits while one message is written travels as the next."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import cast
+
+import pytest
 
 from lamina.coordinator.cluster import pipeline as module
 from lamina.coordinator.cluster.client import StepsCall, WorkerClient
 from lamina.coordinator.cluster.pipeline import Pipeline
 from lamina.coordinator.mailbox import Mailbox
+from lamina.spec.errors import WorkerLost
 from lamina.spec.ids import DeviceId, Epoch, PlacementId, SeqId, StepId, WorkerName
 from lamina.spec.model import LayerRange
 from lamina.spec.placement import Placement, StageSpec
@@ -41,6 +45,40 @@ class HeldCall:
 
     def cancel(self) -> None:
         pass
+
+
+class BrokenCall(HeldCall):
+    """A Steps stream on which writing or reading fails as nothing should."""
+
+    def __init__(self, broken: str) -> None:
+        super().__init__()
+        self._broken = broken
+
+    async def write(self, request: bytes) -> None:
+        if self._broken == "write":
+            raise ValueError("no")
+
+    async def read(self) -> object:
+        if self._broken == "read":
+            raise ValueError("no")
+        return await super().read()
+
+
+@pytest.mark.parametrize("broken", ["write", "read"])
+def test_a_fault_on_a_stream_ends_the_pipeline(broken: str) -> None:
+    """Nobody awaits the streams' tasks: every request would wait for ever."""
+
+    async def scene() -> None:
+        name = WorkerName("a")
+        placement = Placement(PlacementId("p"), Epoch(1), 1, (StageSpec(0, DeviceId(name, 0), LayerRange(0, 1)),))
+        worker = cast(WorkerClient, SimpleNamespace(who="worker a"))
+        pipeline = Pipeline(placement, SETTINGS, (8,), {name: worker}, [cast(StepsCall, BrokenCall(broken))])
+        pipeline.remove_sequence(REMOVAL)
+        with pytest.raises(WorkerLost, match=r"worker a \(layers 0\): the step stream failed: ValueError: no"):
+            await asyncio.wait_for(pipeline.next_done(), 5)
+        await pipeline.close(unload=False)
+
+    asyncio.run(scene())
 
 
 async def settle() -> None:

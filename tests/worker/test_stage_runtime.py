@@ -240,6 +240,24 @@ async def _exception_scene(broken: str) -> None:
 
 
 @scene
+async def test_a_fault_beside_the_device_ends_the_stage_and_not_the_thread() -> None:
+    """What no step raises, as the time at which to look at it: the thread serves other stages."""
+    bench = Bench(1)
+
+    def due_s(launched: object) -> float:
+        raise ValueError("no")
+
+    bench.stage.due_s = due_s  # type: ignore[method-assign]
+    bench.stage.is_done = lambda launched: False  # type: ignore[method-assign]
+    bench.plan(0)
+    bench.frame(0)
+    bench.device.work()
+    assert bench.answers() == ["LaminaError: a (layers 2-3): ValueError: no", "end"]
+    bench.device.wake(bench.runtime._runner)
+    bench.device.work()
+
+
+@scene
 async def test_sequences_are_for_the_last_stage() -> None:
     first, last = Bench(0), Bench(1)
     add = AddSequence(SeqId(1), SamplingParams(), (1,), frozenset(), 5)

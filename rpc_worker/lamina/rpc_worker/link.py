@@ -112,6 +112,8 @@ class GrpcLink:
                 self.num_bytes += len(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # `_watch` sees the same end, and its reason
+        except Exception as error:
+            self._lose_by_fault(error)
 
     async def _watch(self) -> None:
         """Notice the stream's end, also when nothing is being sent."""
@@ -121,6 +123,12 @@ class GrpcLink:
             self._lose(WorkerLost(f"{self._who}: closed the edge"))
         except grpc.aio.AioRpcError as error:
             self._lose(error_from_rpc(error, self._who))
+        except Exception as error:
+            self._lose_by_fault(error)
+
+    def _lose_by_fault(self, error: Exception) -> None:
+        """Nobody awaits the link's tasks: one that ended in silence would leave two stages waiting for ever."""
+        self._lose(WorkerLost(f"{self._who}: the edge failed: {type(error).__name__}: {error}"))
 
     def _lose(self, error: LaminaError) -> None:
         if self._closed:

@@ -105,11 +105,17 @@ class StepRunner:
 
         A step at a time, so that others who share the thread have their turn. When to look at what is launched.
         """
-        has_begun = self._begin()
-        has_ended = self._end()
-        if has_begun or has_ended:
-            self.wake()
-        return self._stage.due_s(self._launched[0]) if self._launched else None
+        try:
+            has_begun = self._begin()
+            has_ended = self._end()
+            if has_begun or has_ended:
+                self.wake()
+            return self._stage.due_s(self._launched[0]) if self._launched else None
+        except Exception as error:  # a fault of ours: it ends this stage's epoch, not the thread of all stages
+            self._launched.clear()
+            self._stopped = True
+            self._device.tell_loop(partial(self._on_outcome, error))
+            return None
 
     def _close(self) -> None:
         self._launched.clear()

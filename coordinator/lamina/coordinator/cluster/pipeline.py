@@ -141,6 +141,8 @@ class Pipeline:
                 await call.write(await _next_request(outbox))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader sees the same end, with its reason
+        except Exception as error:
+            self._lose_by_fault(index, error)
 
     async def _read(self, index: int) -> None:
         call = self._calls[index]
@@ -155,6 +157,12 @@ class Pipeline:
             self._lose(error_from_rpc(error, self._describe(index)))
         except LaminaError as error:
             self._lose(type(error)(f"{self._describe(index)}: {error}"))
+        except Exception as error:
+            self._lose_by_fault(index, error)
+
+    def _lose_by_fault(self, index: int, error: Exception) -> None:
+        """Nobody awaits the streams' tasks: one that ended in silence would leave everybody waiting for ever."""
+        self._lose(WorkerLost(f"{self._describe(index)}: the step stream failed: {type(error).__name__}: {error}"))
 
     def _lose(self, error: LaminaError) -> None:
         self._answers.put(error)
