@@ -30,7 +30,7 @@ def spoil_next_step(daemon: Daemon, row: int, value: float) -> None:
         outcome = real(shape)
         hidden = outcome.values.copy()
         hidden[row] = value
-        return replace(outcome, values=hidden)
+        return outcome._replace(values=hidden)
 
     model.collect = spoilt  # type: ignore[method-assign]
 
