@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 from fastapi import FastAPI, Request
@@ -162,7 +162,8 @@ def test_what_a_refused_request_has_still_to_send_is_waited_for_no_longer() -> N
             assert (await answer(reader)).startswith(b"HTTP/1.1 401 ")
             dripped = asyncio.create_task(drip(writer, b"x" * 500, 1 / (RATE / 2)))
             async with asyncio.timeout(2 * BODY_S + 2):
-                assert await reader.read() == b""
+                with suppress(ConnectionResetError):  # the end as one sees it who goes on sending
+                    assert await reader.read() == b""
             dripped.cancel()
 
     run(scene)
