@@ -20,6 +20,7 @@ from cupy.cuda import nvrtc
 
 from lamina.kernels.backend import Unsupported
 from lamina.kernels.buffer import DType
+from lamina.kernels.cuda.aside import Aside
 from lamina.kernels.cuda.device import (
     Bytes,
     Call,
@@ -83,7 +84,11 @@ class TorchDevice:
         self._stream = torch.cuda.Stream(self._device)
         self.bind_to_thread()
         dependent_launch = self.compute_capability >= DEPENDENT_LAUNCH
-        self._driver = Driver(load_driver(), self._stream.cuda_stream, dependent_launch=dependent_launch)
+        library = load_driver()
+        self._driver = Driver(library, self._stream.cuda_stream, dependent_launch=dependent_launch)
+        # of the same priority as the main stream: measured on an H200, see docs/performance.md
+        self._stream_aside = torch.cuda.Stream(self._device)
+        self._aside = Aside(self._driver, Driver(library, self._stream_aside.cuda_stream, dependent_launch=False))
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._kernels: dict[Program, _Kernel] = {}
         self._peers: set[int] = set()  # cards copied from so far
@@ -128,6 +133,7 @@ class TorchDevice:
     def upload(self, span: Span, values: Bytes) -> None:
         with torch.cuda.stream(self._stream):
             self._view(span).copy_(torch.from_numpy(np.ascontiguousarray(values)))
+        self._aside.join()
 
     def download(self, span: Span) -> Bytes:
         with torch.cuda.stream(self._stream):
@@ -193,6 +199,7 @@ class TorchDevice:
         with torch.cuda.stream(self._stream):
             flat = array.reshape(-1)
             tensor[offset : offset + flat.numel()].copy_(flat)
+        self._aside.join()
 
     def alloc_pinned(self, num_bytes: int) -> Bytes:
         return np.asarray(torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True).numpy())
@@ -220,10 +227,12 @@ class TorchDevice:
 
     def run(self, call: Call) -> None:
         if isinstance(call, ProductCall):
+            self._aside.begin_reading(call.weight.memory.address)
             try:
                 self._multiply(call)
             except torch.OutOfMemoryError:
                 raise self._no_room("a matrix product") from None
+            self._aside.end_reading(call.weight.memory.address)
             return
         kernel = self._kernels.get(call.program)
         if kernel is None:
@@ -233,7 +242,11 @@ class TorchDevice:
             self._driver.allow_shared_bytes(kernel.function, call.shared_bytes)
             kernel.allowed_shared_bytes = call.shared_bytes
         kernel.packing.pack_into(kernel.buffer, call.args)
-        self._driver.launch(kernel.function, call.grid, call.num_threads, call.shared_bytes, kernel.arguments)
+        scratch = None if call.fills is None else call.fills.address
+        driver = self._driver if scratch is None else self._aside.begin_filling(scratch)
+        driver.launch(kernel.function, call.grid, call.num_threads, call.shared_bytes, kernel.arguments)
+        if scratch is not None:
+            self._aside.end_filling(scratch)
 
     def _multiply(self, call: ProductCall) -> None:
         if torch.cuda.current_stream(self._device) != self._stream:  # cheaper than a context a product
@@ -255,7 +268,7 @@ class TorchDevice:
                 self.run(call)
 
         self.prepare([call.program for call in calls if isinstance(call, KernelCall)])
-        return self._driver.capture(launch_all)
+        return self._aside.capture(launch_all)
 
     # -- order
 
