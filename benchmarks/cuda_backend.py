@@ -54,7 +54,9 @@ class ModelShape:
 
 
 QWEN_7B = ModelShape("qwen7b", 28, 3584, 18944, 28, 4, 128, 152064, True)
+LLAMA_8B = ModelShape("llama8b", 32, 4096, 14336, 32, 8, 128, 128256, False)
 LLAMA_1B = ModelShape("llama1b", 16, 2048, 8192, 32, 8, 64, 128256, False)
+MODELS = {shape.name: shape for shape in (QWEN_7B, LLAMA_8B, LLAMA_1B)}
 
 # llama.cpp on the same kind of card, flash attention on (see benchmarks/METHOD.md)
 PEER = {
@@ -63,6 +65,8 @@ PEER = {
     "cuda.decode.qwen7b.b8.d0": 955.0,
     "cuda.decode.qwen7b.b32.d0": 3308.0,
     "cuda.prefill.qwen7b.512": 9723.0,
+    "cuda.decode.llama8b.b1.d0": 276.0,
+    "cuda.prefill.llama8b.512": 9689.0,
     "cuda.decode.llama1b.b1.d0": 904.0,
     "cuda.prefill.llama1b.512": 38362.0,
 }
@@ -295,16 +299,15 @@ def report(figures: dict[str, float], machine: str) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--models", default="qwen7b,llama1b")
+    parser.add_argument("--models", default=",".join(MODELS))
     args = parser.parse_args()
     figures: dict[str, float] = {}
     machine = ""
-    for shape in (QWEN_7B, LLAMA_1B):
-        if shape.name in args.models.split(","):
-            backend = CudaBackend()
-            machine = backend.device_facts().name
-            figures |= measure(backend, shape, (1, 8, 32), (0, 8192))
-            backend.close()
+    for name in args.models.split(","):
+        backend = CudaBackend()
+        machine = backend.device_facts().name
+        figures |= measure(backend, MODELS[name], (1, 8, 32), (0, 8192))
+        backend.close()
     result = report(figures, machine)
     for name, value in figures.items():
         peer = PEER.get(name)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuda_backend import LLAMA_1B, QWEN_7B, Stack, step_seconds
+from cuda_backend import MODELS, Stack, step_seconds
 
 from lamina.kernels.buffer import BLOCK_TOKENS, StepShape
 from lamina.kernels.cuda.backend import CudaBackend
@@ -122,13 +122,12 @@ def profile_step(stack: Stack, shape: StepShape, title: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=["qwen7b", "llama1b"], default="qwen7b")
+    parser.add_argument("--model", choices=list(MODELS), default="qwen7b")
     parser.add_argument("--steps", default="1x1,1x512,1x2048,8x1,32x1", help="sequences x rows of each")
     parser.add_argument("--depth", type=int, default=0, help="tokens in the cache before")
     args = parser.parse_args()
     backend = CudaBackend()
-    shape = {s.name: s for s in (QWEN_7B, LLAMA_1B)}[args.model]
-    stack = Stack(backend, shape, 2048, 32, -(-(args.depth + 2048) // BLOCK_TOKENS) + 33)
+    stack = Stack(backend, MODELS[args.model], 2048, 32, -(-(args.depth + 2048) // BLOCK_TOKENS) + 33)
     stack.fill_caches(1, args.depth)
     for step in args.steps.split(","):
         seqs, rows = (int(part) for part in step.split("x"))
