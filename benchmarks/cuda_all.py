@@ -1,6 +1,8 @@
 """Everything there is to run on a machine with NVIDIA GPUs: tests, the backend alone, whole workers, memory over time.
 
 Prints a table and writes one file with all figures, `tests.*` among them (1 if all passed). Exits with 1 if any failed.
+cuda.host.decode.MODEL is what a decoded token takes through a worker beyond what the backend's recording takes when it
+is replayed without a pause: the host's time that the card does not hide.
 
     python benchmarks/cuda_all.py --json benchmarks/results/cuda-all.json
 """
@@ -20,6 +22,8 @@ from typing import Any
 
 _REPO = Path(__file__).resolve().parents[1]
 _SOURCES = ("proto", "coordinator", "rpc_worker", "kernels", "tests", "benchmarks")
+_ONE_WORKER = ("cuda.decode.*", "cuda.prefill.*")
+_TWO_CARDS = ("--devices", "cuda:0", "cuda:1", "--only", "cuda.daemon2.*", "cuda.rpc.*")
 _PYTEST = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short")
 
 Entry = dict[str, Any]
@@ -33,6 +37,7 @@ class Job:
     arguments: Sequence[str]
     is_test: bool
     timeout_s: float
+    needs_devices: int = 1
 
 
 JOBS = (
@@ -42,6 +47,8 @@ JOBS = (
     Job("backend", ("benchmarks/cuda_backend.py",), False, 600),
     Job("worker.llama1b", ("benchmarks/cuda_worker.py", "--models", "llama1b"), False, 900),
     Job("worker.qwen7b", ("benchmarks/cuda_worker.py", "--models", "qwen7b"), False, 900),
+    Job("worker.llama8b", ("benchmarks/cuda_worker.py", "--models", "llama8b", "--only", *_ONE_WORKER), False, 600),
+    Job("cards2.qwen7b", ("benchmarks/cuda_worker.py", "--models", "qwen7b", *_TWO_CARDS), False, 600, 2),
 )
 
 
@@ -80,11 +87,31 @@ def path_of_sources() -> str:
     return os.pathsep.join([*(str(_REPO / source) for source in _SOURCES), *filter(None, before)])
 
 
+def host_times(entries: Sequence[Entry]) -> list[Entry]:
+    """cuda.host.decode.*, where both rates of one stream were measured."""
+    rates = {entry["name"]: float(entry["value"]) for entry in entries}
+    found = []
+    for name, alone in rates.items():
+        behind = rates.get(name.replace("cuda.backend.", "cuda."))
+        if name.startswith("cuda.backend.decode.") and name.endswith(".b1.d0") and behind is not None:
+            model = name.removeprefix("cuda.backend.decode.").removesuffix(".b1.d0")
+            found.append({"name": f"cuda.host.decode.{model}", "value": 1e6 * (1 / behind - 1 / alone), "unit": "us"})
+    return found
+
+
 def machine() -> str:
     """The cards and their driver."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     found = subprocess.run(query, capture_output=True, text=True, check=False)
     return "; ".join(found.stdout.split("\n")).strip("; ")
+
+
+def show(entries: Sequence[Entry]) -> None:
+    """A line each."""
+    for entry in entries:
+        ratio = entry.get("ratio")
+        versus = "" if ratio is None else f"{ratio:6.2f} x peer"
+        print(f"{entry['name']:48s} {entry['value']:14,.1f} {entry['unit']:26s} {versus}", flush=True)
 
 
 def main() -> int:
@@ -95,19 +122,21 @@ def main() -> int:
     args = parser.parse_args()
     entries: list[Entry] = []
     all_passed = True
-    for job in (job for job in JOBS if job.name.startswith(args.only)):
+    cards = machine()
+    num_devices = len(cards.split("; "))
+    for job in (job for job in JOBS if job.name.startswith(args.only) and job.needs_devices <= num_devices):
         found, passed = run(job, ("--quick",) if args.quick and job.name.startswith("worker") else ())
         all_passed &= passed
-        for entry in found:
-            ratio = entry.get("ratio")
-            versus = "" if ratio is None else f"{ratio:6.2f} x peer"
-            print(f"{entry['name']:48s} {entry['value']:14,.1f} {entry['unit']:26s} {versus}", flush=True)
+        show(found)
         entries += found
+    derived = host_times(entries)
+    show(derived)
+    entries += derived
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=_REPO, capture_output=True, text=True, check=False
     )
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    report = {"commit": commit.stdout.strip(), "date": today, "machine": machine(), "figures": entries}
+    report = {"commit": commit.stdout.strip(), "date": today, "machine": cards, "figures": entries}
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
     return 0 if all_passed else 1

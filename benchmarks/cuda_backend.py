@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from cuda_peer import peer_of
 from gguf import GGMLQuantizationType
 
 from lamina.kernels import ops
@@ -57,19 +58,6 @@ QWEN_7B = ModelShape("qwen7b", 28, 3584, 18944, 28, 4, 128, 152064, True)
 LLAMA_8B = ModelShape("llama8b", 32, 4096, 14336, 32, 8, 128, 128256, False)
 LLAMA_1B = ModelShape("llama1b", 16, 2048, 8192, 32, 8, 64, 128256, False)
 MODELS = {shape.name: shape for shape in (QWEN_7B, LLAMA_8B, LLAMA_1B)}
-
-# llama.cpp on the same kind of card, flash attention on (see benchmarks/METHOD.md)
-PEER = {
-    "cuda.decode.qwen7b.b1.d0": 282.0,
-    "cuda.decode.qwen7b.b1.d8192": 257.0,
-    "cuda.decode.qwen7b.b8.d0": 955.0,
-    "cuda.decode.qwen7b.b32.d0": 3308.0,
-    "cuda.prefill.qwen7b.512": 9723.0,
-    "cuda.decode.llama8b.b1.d0": 276.0,
-    "cuda.prefill.llama8b.512": 9689.0,
-    "cuda.decode.llama1b.b1.d0": 904.0,
-    "cuda.prefill.llama1b.512": 38362.0,
-}
 
 
 def uses_q6(layer: int, layers: int) -> bool:
@@ -271,15 +259,15 @@ def measure(backend: Backend, shape: ModelShape, batches: Sequence[int], depths:
     figures: dict[str, float] = {}
     for depth in depths:
         stack.fill_caches(1, depth)
-        figures[f"cuda.decode.{shape.name}.b1.d{depth}"] = decode_rate(stack, 1, depth)
+        figures[f"cuda.backend.decode.{shape.name}.b1.d{depth}"] = decode_rate(stack, 1, depth)
     for seqs in batches:
         if seqs > 1:
             stack.fill_caches(seqs, 0)
-            figures[f"cuda.decode.{shape.name}.b{seqs}.d0"] = decode_rate(stack, seqs, 0)
+            figures[f"cuda.backend.decode.{shape.name}.b{seqs}.d0"] = decode_rate(stack, seqs, 0)
     for rows in (512, 2048):
-        figures[f"cuda.prefill.{shape.name}.{rows}"] = prefill_rate(stack, rows)
-    read = stack.weight_bytes * figures[f"cuda.decode.{shape.name}.b1.d0"]
-    figures[f"cuda.decode.{shape.name}.b1.d0.weight_bytes_per_s"] = read
+        figures[f"cuda.backend.prefill.{shape.name}.p{rows}"] = prefill_rate(stack, rows)
+    read = stack.weight_bytes * figures[f"cuda.backend.decode.{shape.name}.b1.d0"]
+    figures[f"cuda.backend.decode.{shape.name}.b1.d0.weight_bytes_per_s"] = read
     return figures
 
 
@@ -288,8 +276,8 @@ def report(figures: dict[str, float], machine: str) -> dict[str, object]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     entries = []
     for name, value in figures.items():
-        peer = PEER.get(name)
-        unit = "bytes/s" if name.endswith("bytes_per_s") else "tokens/s (backend level)"
+        peer = peer_of(name)
+        unit = "bytes/s" if name.endswith("bytes_per_s") else "tokens/s"
         ratio = None if peer is None else round(value / peer, 3)
         entries.append({"name": name, "value": round(value, 1), "unit": unit, "peer": peer, "ratio": ratio})
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -310,7 +298,7 @@ def main() -> None:
         backend.close()
     result = report(figures, machine)
     for name, value in figures.items():
-        peer = PEER.get(name)
+        peer = peer_of(name)
         print(f"{name:50s} {value:16,.1f}" + ("" if peer is None else f"   {value / peer:.2f} x peer"))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n", "utf-8")

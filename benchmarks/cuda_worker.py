@@ -9,8 +9,8 @@ one stream), streams8 and prefill2048:
     cuda.mixed.…     a worker with a CPU beside the first device: two layers there, the rest on the card; decode only
 
 cuda.start.warm_s: from launching a worker to its line "listening", kernels compiled before; cuda.start.token_s.MODEL:
-from there on until a loaded model has answered its first token. No peer in this run: llama.cpp's figures on the same
-kind of card stand in docs/performance.md, with where they come from.
+from there on until a loaded model has answered its first token. The peer's figures are not of this run, see
+cuda_peer.py.
 """
 
 import sys
@@ -20,6 +20,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from contest import Contestant, Worker, start_ours
+from cuda_peer import NOTE, peer_of
 from report import Figure, Report, argument_parser, figure
 from shapes import model_path
 
@@ -79,7 +80,8 @@ def _prefill(ours: Contestant, name: str, rounds: int, num_tokens: int) -> Figur
 
 def _rate(name: str, rounds: int, ask: Callable[[int], float]) -> Figure:
     """The first round records and warms up."""
-    return figure(name, "tokens/s", [ask(salt) for salt in range(rounds + 1)][1:])
+    samples, peer = [ask(salt) for salt in range(rounds + 1)][1:], peer_of(name)
+    return figure(name, "tokens/s", samples) if peer is None else figure(name, "tokens/s", samples, [peer], NOTE)
 
 
 def start_figures(device: str, paths: Sequence[tuple[str, str]]) -> Iterator[Figure]:
