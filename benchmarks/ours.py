@@ -23,6 +23,7 @@ from lamina.spec.address import parse_address
 from lamina.spec.model import LayerRange
 from lamina.spec.placement import StageSettings
 from lamina.spec.sampling import SamplingParams
+from lamina.wire.event_loop import new_loop
 
 _CACHE_TOKENS = 8192
 _MAX_CONTEXT = 8192
@@ -32,7 +33,7 @@ class Ours:
     """One session on an event loop of its own thread, which runs between commands too: gRPC's keepalive needs it."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_loop()  # of the kind that `coordinator` runs on
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._stack = AsyncExitStack()
         self._session: Session | None = None
