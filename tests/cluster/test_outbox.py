@@ -1,6 +1,7 @@
 """Commands on their way to a stage: nothing blocks, and what waits while one message is written travels as the next."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -144,5 +145,34 @@ def test_relayed_tokens_are_one_message() -> None:
             outbox.put(module.encode_command(token))
         request = pb.StepsRequest.FromString(await module._next_request(outbox))
         assert [command_from_message(command, 1) for command in request.commands] == tokens
+
+    asyncio.run(scene())
+
+
+def test_a_grammar_is_taken_for_known_while_the_last_stage_is_sure_to_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage forgets what it used longest ago, and what it is not asked for is no use."""
+
+    async def scene() -> None:
+        monkeypatch.setattr(module, "KEPT_CHARACTERS", 20)
+        asked: list[str] = []
+
+        async def prepare(placement: Placement, stage: StageSpec, grammar: str) -> None:
+            asked.append(grammar)
+
+        name = WorkerName("a")
+        placement = Placement(PlacementId("p"), Epoch(1), 1, (StageSpec(0, DeviceId(name, 0), LayerRange(0, 1)),))
+        worker = cast(WorkerClient, SimpleNamespace(who="worker a", prepare_grammar=prepare))
+        pipeline = Pipeline(placement, SETTINGS, (8,), {name: worker}, [cast(StepsCall, HeldCall())])
+        for grammar in ("aaaa", "bbbb", "aaaa"):
+            await pipeline.prepare_grammar(grammar)
+        assert asked == ["aaaa", "bbbb"]
+        await pipeline.prepare_grammar("cccc")
+        await pipeline.prepare_grammar("aaaa")
+        assert asked == ["aaaa", "bbbb", "cccc", "aaaa"], "used before the others"
+        pipeline.add_sequence(replace(ADD, grammar="cccc"))
+        await pipeline.prepare_grammar("ddd")
+        await pipeline.prepare_grammar("cccc")
+        assert asked[4:] == ["ddd"], "its sequence was the last to use it"
+        await pipeline.close(unload=False)
 
     asyncio.run(scene())

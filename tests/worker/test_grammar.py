@@ -17,6 +17,7 @@ from lamina.rpc_worker.grammar import GrammarCompiler
 from lamina.rpc_worker.sampler import Sampler
 from lamina.spec.errors import InvalidRequest, Unavailable
 from lamina.spec.gguf import read_gguf
+from lamina.spec.grammars import GrammarCache
 from lamina.spec.ids import SeqId
 from lamina.spec.sampling import SamplingParams
 from lamina.spec.step import AddSequence, FinishReason, SampledToken
@@ -191,16 +192,9 @@ def test_a_grammar_that_is_late_ends_its_own_sequence(
 
 
 def test_a_grammar_is_compiled_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients repeat their schemas: whoever comes later has a matcher of his own at once; a few are kept."""
+    """Clients repeat their schemas: whoever comes later has a matcher of his own at once."""
     compiler = GrammarCompiler(read_gguf(smollm2_path()).metadata, "smollm2", tokenizer.vocab_size)
-    made: list[str] = []
-    real = llguidance.LLMatcher
-
-    def make(tokens: llguidance.LLTokenizer, grammar: str, log_level: int) -> llguidance.LLMatcher:
-        made.append(grammar)
-        return real(tokens, grammar, log_level=log_level)
-
-    monkeypatch.setattr(grammar_module.llguidance, "LLMatcher", make)
+    made = record_compilations(monkeypatch)
     first = compiler.compile(GRAMMAR, [])
     begun = tokenizer.encode('{"name": "A', add_special=False, parse_special=False)
     second, third = (compiler.compile(GRAMMAR, generated) for generated in (begun, []))
@@ -209,11 +203,52 @@ def test_a_grammar_is_compiled_once(tokenizer: Tokenizer, monkeypatch: pytest.Mo
     assert not np.array_equal(second.mask(()), start)
     assert np.array_equal(third.mask(()), start)
     assert made == [GRAMMAR]
-    others = [real.grammar_from_regex(f"a{{{n}}}") for n in range(1, 18)]
-    for grammar in (*others, GRAMMAR):
-        compiler.compile(grammar, []).mask(())
-    assert made == [GRAMMAR, *others, GRAMMAR]
-    assert len(compiler._fresh) == 16
+
+
+def record_compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    made: list[str] = []
+    real = llguidance.LLMatcher
+
+    class Recording:
+        grammar_from_regex = real.grammar_from_regex
+
+        def __new__(cls, tokens: llguidance.LLTokenizer, grammar: str, log_level: int) -> llguidance.LLMatcher:  # type: ignore[misc]
+            made.append(grammar)
+            return real(tokens, grammar, log_level=log_level)
+
+    monkeypatch.setattr(grammar_module.llguidance, "LLMatcher", Recording)
+    return made
+
+
+def test_nobody_in_a_long_queue_has_a_grammar_compiled_twice(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are prepared when their requests come, and used when those are admitted, long after."""
+    compiler = GrammarCompiler(read_gguf(smollm2_path()).metadata, "smollm2", tokenizer.vocab_size)
+    made = record_compilations(monkeypatch)
+    grammars = [llguidance.LLMatcher.grammar_from_regex(f"a{{{n}}}") for n in range(1, 61)]
+
+    async def scene() -> None:
+        for grammar in grammars:
+            await compiler.prepare(grammar)
+
+    asyncio.run(scene())
+    for grammar in grammars:
+        assert compiler.compile(grammar, []).mask(()).any()
+    assert made == grammars
+
+
+def test_compiled_grammars_are_kept_as_far_as_their_sources_have_room() -> None:
+    """Those used last; their characters are what bounds the memory."""
+    cache: GrammarCache[int] = GrammarCache(10)
+    for value, grammar in enumerate(("aaaa", "bbbb", "aaaa", "cc")):
+        cache.put(grammar, value)
+    assert [cache.get(grammar) for grammar in ("aaaa", "bbbb", "cc")] == [2, 1, 3]
+    cache.put("d", 4)
+    assert [cache.get(grammar) for grammar in ("aaaa", "bbbb", "cc", "d")] == [2, None, 3, 4]
+    cache.put("e" * 11, 5)
+    assert "e" * 11 in cache, "the one in use, however large"
+    assert not any(grammar in cache for grammar in ("aaaa", "cc", "d"))
 
 
 def test_a_grammar_that_was_prepared_is_there_at_once(

@@ -11,7 +11,6 @@ bounded in size, before it comes here.
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
@@ -21,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.spec.errors import InvalidRequest, Unavailable
+from lamina.spec.grammars import KEPT_CHARACTERS, GrammarCache
 from lamina.spec.vocabulary import Vocabulary, read_vocabulary
 
 BoolMask = NDArray[np.bool_]
 _PATIENCE_S = 10.0  # from a sequence's arrival until its grammar must be there; the largest take a second or two
-_NUM_KEPT = 16  # grammars, as they are before any token: clients repeat theirs
 
 
 class _TokenTable:
@@ -76,7 +75,7 @@ class GrammarCompiler:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="prepare")
         self._tokenizer = self._pool.submit(_build_tokenizer, metadata, where, vocab_size)
-        self._fresh: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # the one used last comes last
+        self._fresh: GrammarCache[llguidance.LLMatcher] = GrammarCache(KEPT_CHARACTERS)  # before any token
         self._lock = Lock()  # of that
 
     async def prepare(self, grammar: str) -> None:
@@ -102,10 +101,7 @@ class GrammarCompiler:
         matcher = fresh
         if not fresh.is_error():
             with self._lock:
-                self._fresh[grammar] = fresh
-                self._fresh.move_to_end(grammar)
-                if len(self._fresh) > _NUM_KEPT:
-                    self._fresh.popitem(last=False)
+                self._fresh.put(grammar, fresh)
             matcher = fresh.deep_copy()
             matcher.consume_tokens(generated)
         if matcher.is_error():

@@ -2,14 +2,16 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from lamina.coordinator.cluster.pipeline import Pipeline
+from lamina.coordinator.engine import engine as module
 from lamina.coordinator.engine.engine import Engine
 from lamina.coordinator.engine.scheduler import Scheduler
-from lamina.spec.errors import InvalidPlan, LaminaError, Unavailable, WorkerLost
+from lamina.spec.errors import CapacityExceeded, InvalidPlan, LaminaError, Unavailable, WorkerLost
 from lamina.spec.ids import Epoch, PlacementId
 from lamina.spec.placement import Placement
 from lamina.spec.step import AddSequence, RemoveSequence, SampledToken, StepDone, StepPlan, Tokens
@@ -26,10 +28,14 @@ class HandPipeline:
         self.answers: asyncio.Queue[StepDone | LaminaError] = asyncio.Queue()
         self.plans: list[StepPlan] = []
         self.adds: list[AddSequence] = []
+        self.prepared: list[str] = []
         self.is_closed = self.was_unloaded = False
 
     def issue(self, plan: StepPlan) -> None:
         self.plans.append(plan)
+
+    async def prepare_grammar(self, grammar: str) -> None:
+        self.prepared.append(grammar)
 
     def add_sequence(self, add: AddSequence) -> None:
         self.adds.append(add)
@@ -240,3 +246,30 @@ def test_closing_ends_the_streams_that_still_wait() -> None:
         await engine.close()
 
     asyncio.run(scene())
+
+
+def test_open_requests_have_as_many_grammars_as_the_last_stage_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More are refused before they are compiled; one that is there takes no room, one that ends gives its back."""
+
+    async def scene() -> None:
+        monkeypatch.setattr(module, "_MAX_OPEN_CHARACTERS", 10)
+        pipeline = HandPipeline()
+        engine = Engine(Scheduler(BASE), cast(Pipeline, pipeline))
+        engine.start()
+        plain = request(range(1, 5))
+        streams = [engine.submit(replace(plain, grammar=grammar)) for grammar in ("aaaa", "bbbb", "bbbb")]
+        await engine.prepare_grammar("aaaa")
+        too_many = r"have 8 characters, this one 3, of 10 in all; try again when fewer are open"
+        with pytest.raises(CapacityExceeded, match=too_many):
+            await engine.prepare_grammar("ccc")
+        with pytest.raises(CapacityExceeded, match=too_many):
+            engine.submit(replace(plain, grammar="ccc"))
+        streams[1].close()
+        with pytest.raises(CapacityExceeded, match=too_many):
+            await engine.prepare_grammar("ccc")
+        streams[2].close()
+        await engine.prepare_grammar("ccc")
+        assert pipeline.prepared == ["aaaa", "ccc"]
+        await engine.close()
+
+    run(scene)

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 import llguidance
 
 from lamina.spec.errors import InvalidRequest
+from lamina.spec.grammars import MAX_CHARACTERS
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 # JSON allows any amount of white space anywhere, and a small model may never leave it. Enough for an indented document.
 _WHITE_SPACE = "[ \\t\\n]{1,16}"
-# OpenAI takes 120,000 characters of names and values. The last stage compiles some seconds per MiB.
-_MAX_CHARACTERS = 2**18
 _MAX_PATTERNS = 100  # patternProperties in all: each pair is compared, at some 0.1 ms
 # multipleOf takes a state, some 10 us, for each remainder of its odd part (that without factors of 2 and 5, which cost
 # nothing in decimal), and where several meet, of their least common multiple. So much for one place, and for all.
@@ -121,10 +120,8 @@ def _odd_part(value: float) -> int:
 
 
 def _bounded(source: str, what: str) -> str:
-    if len(source) > _MAX_CHARACTERS:
-        raise InvalidRequest(
-            f"{what} cannot be enforced: {len(source)} characters, at most {_MAX_CHARACTERS} are taken"
-        )
+    if len(source) > MAX_CHARACTERS:
+        raise InvalidRequest(f"{what} cannot be enforced: {len(source)} characters, at most {MAX_CHARACTERS} are taken")
     return source
 
 

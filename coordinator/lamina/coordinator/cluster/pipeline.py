@@ -4,7 +4,6 @@ Owned by the coordinator's loop. It routes; it decides nothing.
 """
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 import grpc
@@ -12,6 +11,7 @@ import grpc
 from lamina.coordinator.cluster.client import StepsCall, WorkerClient
 from lamina.coordinator.mailbox import Mailbox
 from lamina.spec.errors import LaminaError, WorkerLost
+from lamina.spec.grammars import KEPT_CHARACTERS, GrammarCache
 from lamina.spec.ids import WorkerName
 from lamina.spec.placement import Placement, StageSettings
 from lamina.spec.step import AddSequence, RemoveSequence, SampleToken, StepDone, StepPlan
@@ -20,7 +20,6 @@ from lamina.wire.convert import done_from_message, encode_command
 from lamina.wire.status import error_from_name, error_from_rpc
 
 _BATCH_BYTES = 2**20  # commands are joined until a message has so many; each is far smaller than what gRPC may carry
-_NUM_GRAMMARS = 8  # that the last stage is sure to have still; it keeps twice as many
 
 
 async def _next_request(outbox: Mailbox[bytes]) -> bytes:
@@ -56,7 +55,7 @@ class Pipeline:
         self._calls = calls
         self._outboxes: list[Mailbox[bytes]] = [Mailbox() for _ in calls]  # encoded commands
         self._answers: Mailbox[StepDone | LaminaError] = Mailbox()
-        self._grammars: OrderedDict[str, None] = OrderedDict()  # prepared; the one used last comes last
+        self._grammars: GrammarCache[None] = GrammarCache(KEPT_CHARACTERS // 2)  # in the order of the stage's uses
         self._last_answered = -1
         self._failure: LaminaError | None = None
         self._tasks = [asyncio.create_task(self._write(i)) for i in range(len(calls))]
@@ -73,6 +72,8 @@ class Pipeline:
 
     def add_sequence(self, add: AddSequence) -> None:
         """Make a sequence known to the last stage, before its first step."""
+        if add.grammar:
+            self._grammars.put(add.grammar, None)
         self._outboxes[-1].put(encode_command(add))
 
     def remove_sequence(self, remove: RemoveSequence) -> None:
@@ -86,10 +87,7 @@ class Pipeline:
         """
         if grammar not in self._grammars:
             await self._workers[-1].prepare_grammar(self.placement, self.placement.stages[-1], grammar)
-        self._grammars[grammar] = None
-        self._grammars.move_to_end(grammar)
-        if len(self._grammars) > _NUM_GRAMMARS:
-            self._grammars.popitem(last=False)
+            self._grammars.put(grammar, None)
 
     async def next_done(self) -> StepDone:
         """The next answer. Raises what ended the epoch: WorkerLost with the worker's name, or what a stage reported.

@@ -9,6 +9,7 @@ cancellation), and a step's answer.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from lamina.coordinator.cluster.pipeline import Pipeline
@@ -16,12 +17,14 @@ from lamina.coordinator.engine.policy import SchedulerConfig
 from lamina.coordinator.engine.scheduler import Scheduler
 from lamina.coordinator.engine.sequence import RequestId, RequestRecord, SequenceRequest, TokenEvent
 from lamina.coordinator.mailbox import Mailbox
-from lamina.spec.errors import LaminaError, StaleEpoch, Unavailable, WorkerLost, WorkerUnreachable
+from lamina.spec.errors import CapacityExceeded, LaminaError, StaleEpoch, Unavailable, WorkerLost, WorkerUnreachable
+from lamina.spec.grammars import KEPT_CHARACTERS
 from lamina.spec.ids import Epoch, PlacementId
 
 Clock = Callable[[], float]
 # What waiting may cure: a worker that is gone or not up yet, or is busy with another coordinator that is going.
 CURABLE = (WorkerUnreachable, WorkerLost, Unavailable, StaleEpoch)
+_MAX_OPEN_CHARACTERS = KEPT_CHARACTERS // 2  # of open requests' grammars: the last stage keeps them until they are used
 _MAX_LOSSES = 3  # that a request lives through: it might be what brings the workers down
 
 
@@ -43,6 +46,7 @@ class Engine:
         self._keeps_requests = keeps_requests
         self._last_epoch = pipeline.placement.epoch
         self._streams: dict[RequestId, TokenStream] = {}
+        self._grammars: Counter[str] = Counter()  # of these
         self._failure: LaminaError | None = None
         self._ended: asyncio.Future[LaminaError] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
@@ -71,10 +75,12 @@ class Engine:
     async def prepare_grammar(self, grammar: str) -> None:
         """Before a request with a grammar is submitted: have it compiled, so that no step waits for it.
 
-        Raises InvalidRequest if it cannot be used, Unavailable if it takes too long, and what ended the pipeline.
+        Raises InvalidRequest if it cannot be used, Unavailable if it takes too long, CapacityExceeded while open
+        requests have too many, and what ended the pipeline.
         """
         if self._failure is not None:
             raise self._failure
+        self._check_room_for(grammar)
         await self._pipeline.prepare_grammar(grammar)
 
     def submit(self, request: SequenceRequest) -> "TokenStream":
@@ -84,15 +90,30 @@ class Engine:
         """
         if self._failure is not None:
             raise self._failure
+        self._check_room_for(request.grammar)
         id_ = self.scheduler.add(request, self._clock())
-        stream = TokenStream(self.scheduler.record(id_), self._end_stream)
+        stream = TokenStream(self.scheduler.record(id_), self._end_stream, request.grammar)
         self._streams[id_] = stream
+        self._grammars[request.grammar] += 1
         if self._issue_step():
             asyncio.get_running_loop().call_soon(self._issue_or_fail)  # what follows, once this step is being written
         return stream
 
+    def _check_room_for(self, grammar: str) -> None:
+        if not grammar or grammar in self._grammars:
+            return
+        num_characters = sum(map(len, self._grammars))
+        if num_characters + len(grammar) > _MAX_OPEN_CHARACTERS:
+            raise CapacityExceeded(
+                f"the grammars of open requests have {num_characters} characters, this one {len(grammar)},"
+                f" of {_MAX_OPEN_CHARACTERS} in all; try again when fewer are open"
+            )
+
     def _end_stream(self, id_: RequestId, finished: bool) -> None:
-        del self._streams[id_]
+        grammar = self._streams.pop(id_).grammar
+        self._grammars[grammar] -= 1
+        if not self._grammars[grammar]:
+            del self._grammars[grammar]
         if not finished:
             self.scheduler.cancel(id_)
             self._issue()
@@ -198,9 +219,10 @@ class Engine:
 class TokenStream(Mailbox[TokenEvent | LaminaError]):
     """The tokens of one request as they come, or an error. Closing it early cancels the request, frees its blocks."""
 
-    def __init__(self, record: RequestRecord, on_end: Callable[[RequestId, bool], None]) -> None:
+    def __init__(self, record: RequestRecord, on_end: Callable[[RequestId, bool], None], grammar: str) -> None:
         super().__init__()
         self.record = record
+        self.grammar = grammar
         self.num_losses = 0  # of the pipeline, while this was open
         self._on_end: Callable[[RequestId, bool], None] | None = on_end
 
