@@ -117,6 +117,32 @@ def test_rotations_join_the_cache_write() -> None:
     assert functions_of(bench)[-2:] == ["rope_and_store", "add"]
 
 
+@pytest.mark.parametrize("rotates_q_apart", [False, True])
+def test_one_rotation_of_all_heads_joins_the_cache_write(rotates_q_apart: bool) -> None:
+    """q and k side by side, as a layer has them: what is stored is the rotated k, and q is rotated as well."""
+    bench = emulated_bench()
+    cache = bench.backend.alloc_kv(2, 2, 32, 32, DType.F16)
+    values, other = bench.normal(3, 8 * 32), bench.normal(3, 64)
+    qkv, apart = bench.floats(values), bench.floats(other)
+    positions, slots = bench.ints([5, 6, 7]), bench.ints([5, 6, 7])
+    inv_freq = bench.vector(1e4 ** (-np.arange(16) / 16))
+    heads, k, v = qkv.columns(0, 192), qkv.columns(128, 192), qkv.columns(192, 256)
+    rotated = [bench.floats(values[:, :192]), bench.floats(other)]
+    bench.step(3)
+    parts = [apart, heads] if rotates_q_apart else [heads]
+    for part in (*parts, *rotated):
+        ops.rope(bench.backend, part, positions, inv_freq, head_dim=32, layout="neox")
+        if part is heads:
+            ops.kv_write(bench.backend, k, v, slots, cache)
+            assert functions_of(bench).count("rope_and_store") == len(parts)
+    wanted, wanted_apart = (np.asarray(bench.read(part), np.float32) for part in rotated)
+    assert np.array_equal(bench.read(heads), wanted)
+    assert np.array_equal(bench.read(apart), wanted_apart if rotates_q_apart else other)
+    keys, stored_values = bench.backend.read_kv(cache, [0], 8)
+    assert np.array_equal(keys[5:8].reshape(3, -1), op_oracle.stored(wanted[:, 128:], DType.F16))
+    assert np.array_equal(stored_values[5:8].reshape(3, -1), op_oracle.stored(values[:, 192:], DType.F16))
+
+
 def test_steps_of_one_bucket_share_a_recording() -> None:
     """Powers of two for decode, coarser steps for prefill, none beyond 4,096 rows; decode is kept apart."""
     assert bucket_of(StepShape(5, 5, 5), 64) == bucket_of(StepShape(8, 8, 6), 64)

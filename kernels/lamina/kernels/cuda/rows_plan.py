@@ -54,6 +54,16 @@ class _Rotation:
     def heads(self) -> tuple[int, int, int]:
         return (address_of(self.x), self.x.row_stride, self.x.num_columns // self.head_dim)
 
+    def ends_with(self, k: Buffer) -> bool:
+        """Whether the last of these columns are k."""
+        x = self.x
+        same_rows = memory_of(x) is memory_of(k) and x.row_stride == k.row_stride
+        return same_rows and x.offset <= k.offset and x.offset + x.num_columns == k.offset + k.num_columns
+
+    def heads_before(self, k: Buffer) -> tuple[int, int, int]:
+        """Those in front of a k that the columns end with."""
+        return (address_of(self.x), self.x.row_stride, (self.x.num_columns - k.num_columns) // self.head_dim)
+
     def args(self) -> tuple[int | float, ...]:
         pairs = self.inv_freq.shape[0]
         neox = int(self.layout == "neox")
@@ -77,7 +87,7 @@ class RotationQueue:
         self._waiting.append(rotation)
 
     def store(self, k: Buffer, v: Buffer, slots: Buffer, cache: KvCache) -> None:
-        """Write k and v, together with the rotations that wait if k is one of them."""
+        """Write k and v, together with the rotations that wait if k is one of them or the end of the only one."""
         pages = pages_of(cache)
         store = (address_of(slots), pages.k_address, pages.v_address, cache.num_kv_heads, cache.value_dim)
         args = (*store, KV_TYPES[cache.dtype])
@@ -85,16 +95,16 @@ class RotationQueue:
             self.flush()
             self._store_blocks(k, v, cache, args)
             return
-        keys = [r for r in self._waiting if _same_view(r.x, k) and r.head_dim == cache.key_dim]
-        if not keys:
+        heads = (address_of(k), k.row_stride, cache.num_kv_heads)
+        turned = next((r for r in self._waiting if r.ends_with(k) and r.head_dim == cache.key_dim), None)
+        others = [r for r in self._waiting if r is not turned]
+        if turned is None or (others and turned.x.num_columns > k.num_columns):
             self.flush()
-            heads = (address_of(k), k.row_stride, cache.num_kv_heads)
             self._launch(k, _NO_HEADS, heads, _v_heads(v, cache), _NO_ROTATION, args, cache.key_dim)
             return
-        others = [r for r in self._waiting if r is not keys[0]]
         self._waiting.clear()
-        q = others[0].heads() if others else _NO_HEADS
-        self._launch(k, q, keys[0].heads(), _v_heads(v, cache), keys[0].args(), args, cache.key_dim)
+        q = others[0].heads() if others else turned.heads_before(k)
+        self._launch(k, q, heads, _v_heads(v, cache), turned.args(), args, cache.key_dim)
 
     def _store_blocks(self, k: Buffer, v: Buffer, cache: KvCache, args: tuple[int, ...]) -> None:
         """A scale concerns 32 values, so rotating and storing are two launches."""
