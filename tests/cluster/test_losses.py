@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
@@ -25,12 +25,18 @@ async def three(stack: AsyncExitStack, model: TinyModel) -> tuple[list[Daemon], 
     return daemons, await stack.enter_async_context(Cluster.over(model, *daemons))
 
 
-async def relink(cluster: Cluster, talk: Talk, stage: int, proxy: Proxy) -> None:
-    """Have a stage reach its successor through a proxy."""
+@asynccontextmanager
+async def relinked(cluster: Cluster, talk: Talk, stage: int, daemon: Daemon, kind: str) -> AsyncIterator[Proxy]:
+    """Have a stage reach its successor, on `daemon`, through a proxy; on a direct connection if that is the `kind`."""
     placement = talk.pipeline.placement
     spec = placement.stages[stage]
     following = (stage + 1) % len(placement.stages)
-    await cluster.workers[spec.device.worker].link_stage(placement, spec, following, proxy.address)
+    edge_port = daemon.settings.edge_port or 0
+    async with running_proxy(daemon.settings.listen, edge_port if kind == "direct" else 0) as proxy:
+        await cluster.workers[spec.device.worker].link_stage(placement, spec, following, proxy.address)
+        assert (await cluster.stages(spec.device.worker))[0].link_kind == kind
+        assert proxy.num_connections == {daemon.settings.listen.port: 1} | ({edge_port: 1} if kind == "direct" else {})
+        yield proxy
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
@@ -67,21 +73,23 @@ def test_a_middle_worker_is_lost(model: TinyModel, whole_model_says: Says, how: 
     run_scene(scene)
 
 
+@pytest.mark.parametrize("broken", ["grpc", "direct", "direct connection alone"])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_forward_edge_breaks(model: TinyModel, stage: int) -> None:
+def test_a_forward_edge_breaks(model: TinyModel, stage: int, broken: str) -> None:
     """Both workers live: the one before the edge says which edge, and of which layers it is."""
 
     async def scene() -> None:
         async with AsyncExitStack() as stack:
             daemons, cluster = await three(stack, model)
             pipeline = await cluster.deploy((1, 2), ("a", "b", "c"))
-            proxy = await stack.enter_async_context(running_proxy(daemons[stage + 1].settings.listen))
             talk = Talk(pipeline, PROMPT)
-            await relink(cluster, talk, stage, proxy)
+            following = daemons[stage + 1]
+            kind = "grpc" if broken == "grpc" else "direct"
+            proxy = await stack.enter_async_context(relinked(cluster, talk, stage, following, kind))
             talk.add()
             talk.issue()
             talk.take(await next_done(pipeline))
-            proxy.cut()
+            proxy.cut(following.settings.edge_port if broken == "direct connection alone" else None)
             error = await failure_of(pipeline)
             assert isinstance(error, WorkerLost)
             worker = "ab"[stage]
@@ -94,17 +102,19 @@ def test_a_forward_edge_breaks(model: TinyModel, stage: int) -> None:
     run_scene(scene)
 
 
+@pytest.mark.parametrize("kind", ["grpc", "direct"])
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_the_feedback_edge_breaks_with_answers_on_it(model: TinyModel, whole_model_says: Says, num_stages: int) -> None:
+def test_the_feedback_edge_breaks_with_answers_on_it(
+    model: TinyModel, whole_model_says: Says, num_stages: int, kind: str
+) -> None:
     """Stage 0 gets the swallowed tokens, and all later ones, through the coordinator: the text is the same."""
 
     async def scene() -> None:
         async with AsyncExitStack() as stack:
             daemons, cluster = await three(stack, model)
             pipeline = await cluster.deploy((1, 2)[: num_stages - 1], ("a", "b", "c")[:num_stages])
-            proxy = await stack.enter_async_context(running_proxy(daemons[0].settings.listen))
             talk = Talk(pipeline, PROMPT)
-            await relink(cluster, talk, num_stages - 1, proxy)
+            proxy = await stack.enter_async_context(relinked(cluster, talk, num_stages - 1, daemons[0], kind))
             talk.add()
             for _ in range(4):
                 talk.issue()

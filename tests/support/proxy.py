@@ -3,34 +3,40 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from lamina.spec.address import Address
 
+_HOST = "127.0.0.2"  # another than the workers': the ports of direct connections are theirs here as well
+
 
 class Proxy:
-    """Forwards to `target` until told otherwise. Built by `running_proxy`."""
+    """Forwards to a host until told otherwise. Built by `running_proxy`."""
 
-    def __init__(self, target: Address) -> None:
-        self.address = target
-        self._target = target
+    def __init__(self, host: str) -> None:
+        self.address = Address(_HOST, 0)
+        self.num_connections: dict[int, int] = {}  # so far, by port of the host
+        self._host = host
         self._open = asyncio.Event()
         self._open.set()
-        self._writers: list[asyncio.StreamWriter] = []
+        self._writers: dict[int, list[asyncio.StreamWriter]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def stall(self) -> None:
         """Forward nothing more, in either direction; connections stay up."""
         self._open.clear()
 
-    def cut(self) -> None:
-        """Drop all connections, and what waits on them."""
-        for writer in self._writers:
-            writer.transport.abort()
+    def cut(self, port: int | None = None) -> None:
+        """Drop all connections, or those to one port of the host, and what waits on them."""
+        for to, writers in self._writers.items():
+            for writer in writers if port in (None, to) else ():
+                writer.transport.abort()
 
-    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection."""
-        there_reader, there_writer = await asyncio.open_connection(self._target.host, self._target.port)
-        self._writers += [writer, there_writer]
+        self.num_connections[port] = self.num_connections.get(port, 0) + 1
+        there_reader, there_writer = await asyncio.open_connection(self._host, port)
+        self._writers.setdefault(port, []).extend((writer, there_writer))
         for source, sink in ((reader, there_writer), (there_reader, writer)):
             task = asyncio.create_task(self._forward(source, sink))
             self._tasks.add(task)
@@ -56,14 +62,17 @@ class Proxy:
 
 
 @asynccontextmanager
-async def running_proxy(target: Address) -> AsyncIterator[Proxy]:
-    """A proxy on a free port."""
-    proxy = Proxy(target)
-    server = await asyncio.start_server(proxy.accept, "127.0.0.1", 0)
-    host, port = server.sockets[0].getsockname()[:2]
-    proxy.address = Address(host, port)
+async def running_proxy(target: Address, edge_port: int = 0) -> AsyncIterator[Proxy]:
+    """A proxy of a worker on a free port; with its `edge_port`, of its direct connections as well."""
+    proxy = Proxy(target.host)
+    server = await asyncio.start_server(partial(proxy.accept, target.port), _HOST, 0)
+    servers = [server]
+    proxy.address = Address(_HOST, server.sockets[0].getsockname()[1])
+    if edge_port:
+        servers.append(await asyncio.start_server(partial(proxy.accept, edge_port), _HOST, edge_port))
     try:
         yield proxy
     finally:
-        server.close()
+        for server in servers:
+            server.close()
         await proxy.close()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lamina.rpc_worker.device_thread import Worker
 from lamina.rpc_worker.stage import LaunchedStep, StageResult
@@ -96,17 +97,22 @@ class FakeDevice:
 
 
 class FakeLink:
-    """Remembers what was sent."""
+    """Remembers the steps whose results it was given."""
 
+    kind = "direct"
     rtt_s = 0.0
     num_bytes = queue_depth = 0
 
     def __init__(self) -> None:
-        self.sent: list[pb.FramesRequest] = []
+        self.sent: list[int] = []
         self.closed = False
 
-    def send(self, message: bytes) -> None:
-        self.sent.append(pb.FramesRequest.FromString(message))
+    def take_hidden(self, plan: StepPlan, hidden: NDArray[np.float32]) -> None:
+        assert hidden.shape == (plan.num_rows, SPEC.hidden)
+        self.sent.append(plan.step)
+
+    def take_done(self, done: StepDone) -> None:
+        self.sent.append(done.step)
 
     async def close(self) -> None:
         self.closed = True

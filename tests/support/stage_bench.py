@@ -16,7 +16,7 @@ from lamina.kernels.cuda.device import Device
 from lamina.rpc_worker.device_thread import Worker
 from lamina.rpc_worker.stage import Stage, StageResult
 from lamina.rpc_worker.step_queue import StepQueue
-from lamina.rpc_worker.step_runner import Outcome, StepRunner
+from lamina.rpc_worker.step_runner import Neighbour, Outcome, StepRunner
 from lamina.spec.digest import model_digest
 from lamina.spec.families import model_spec
 from lamina.spec.gguf import read_gguf
@@ -84,11 +84,15 @@ class Bench:
             for index in range(len(self.stages))
         ]
         self.runners = [
-            StepRunner(stage, queue, threads[stage._backend], self.outcomes.append, self.outcomes.append)
+            StepRunner(stage, queue, threads[stage._backend], self.hear, self.outcomes.append)
             for stage, queue in zip(self.stages, self.queues, strict=True)
         ]
         for runner, following in zip(self.runners, self.runners[1:] + self.runners[:1], strict=True):
             runner.attach_neighbour(following)
+
+    def hear(self, outcome: Outcome, taker: Neighbour | None) -> None:
+        """What the loop would be told."""
+        self.outcomes.append(outcome)
 
     @property
     def queue(self) -> StepQueue:

@@ -7,7 +7,7 @@ from lamina.spec.ids import Epoch, SeqId, StepId
 from lamina.spec.placement import StageSettings
 from lamina.spec.step import FromSample, SampledToken, SeqSlice, SliceInput, StepDone, StepPlan, Tokens
 from lamina.v1 import step_pb2 as pb
-from lamina.wire.frames import encode_frame
+from lamina.wire.frames import Frame, encode_frame, read_frame
 
 EPOCH = Epoch(4)
 HIDDEN, VOCAB = 3, 100
@@ -40,9 +40,9 @@ def done(step: int, *tokens: tuple[int, int, int], epoch: Epoch = EPOCH) -> Step
     return StepDone(epoch, StepId(step), tuple(SampledToken(SeqId(seq), pos, token) for seq, pos, token in tokens))
 
 
-def frame(of: StepPlan, value: float = 1.0) -> pb.Frame:
+def frame(of: StepPlan, value: float = 1.0) -> Frame:
     raw = encode_frame(of, np.full((of.num_rows, HIDDEN), value, np.float32), "f32")
-    return pb.FramesRequest.FromString(raw).frame
+    return read_frame(pb.FramesRequest.FromString(raw).frame)
 
 
 def drain(queue: StepQueue) -> list[ReadyStep]:

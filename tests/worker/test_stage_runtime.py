@@ -27,7 +27,7 @@ async def test_a_stage_goes_through_its_steps_without_the_loop() -> None:
     for num_done in range(1, 21):
         assert len(device.queue) == 1
         device.queue.pop(0)()
-        assert [message.frame.step for message in bench.link.sent] == list(range(num_done))
+        assert bench.link.sent == list(range(num_done))
 
 
 @scene
@@ -202,7 +202,7 @@ async def test_losing_the_feedback_edge_sends_its_answers_again() -> None:
         bench.plan(step)
         bench.frame(step)
         bench.device.work()
-    assert [message.done.step for message in bench.link.sent] == [0, 1, 2]
+    assert bench.link.sent == [0, 1, 2]
     assert bench.answers() == ["0", "1", "2"]
     bench.runtime.link_lost(WorkerLost("gone"))
     bench.plan(3)

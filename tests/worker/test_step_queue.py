@@ -201,13 +201,19 @@ def test_frames_are_checked_against_their_plan_whichever_comes_first() -> None:
 def test_an_impossible_frame_is_not_kept_for_its_plan() -> None:
     """P-15: 64 MiB of payload that no plan can ask for must not wait in memory."""
     queue = new_queue(takes_tokens=False)
-    for change in ({"rows": SETTINGS.max_rows + 1}, {"hidden": 2**31}, {"payload": bytes(100)}):
-        bad = frame(prefill(0))
-        for name, value in change.items():
-            setattr(bad, name, value)
-        with pytest.raises(InvalidPlan):
-            queue.add_frame(bad)
-    queue.add_frame(frame(prefill(0)))
+    sound = frame(prefill(0))
+    for bad in (
+        sound._replace(rows=SETTINGS.max_rows + 1),
+        sound._replace(hidden=2**31),
+        sound._replace(num_bytes=100),
+    ):
+        for take in (queue.expect_frame, queue.add_frame):
+            with pytest.raises(InvalidPlan):
+                take(bad)
+    queue.expect_frame(sound._replace(payload=b""))
+    queue.add_frame(sound)
+    with pytest.raises(InvalidPlan, match="frame of step 0 is not expected"):
+        queue.expect_frame(sound)
 
 
 def test_each_side_takes_its_own_input_only() -> None:

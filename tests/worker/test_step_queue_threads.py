@@ -10,7 +10,7 @@ from lamina.spec.ids import Epoch, SeqId, StepId
 from lamina.spec.placement import StageSettings
 from lamina.spec.step import MAX_RUN_AHEAD, RemoveSequence, SeqSlice, StepPlan, Tokens
 from lamina.v1 import step_pb2 as pb
-from lamina.wire.frames import encode_frame
+from lamina.wire.frames import encode_frame, read_frame
 
 EPOCH = Epoch(4)
 
@@ -36,7 +36,7 @@ def test_two_threads_may_bring_what_a_third_takes_out() -> None:
             while step >= queue.next_step + MAX_RUN_AHEAD:
                 time.sleep(0)
             raw = encode_frame(plan(step), np.full((2, 3), step, np.float32), "f32")
-            queue.add_frame(pb.FramesRequest.FromString(raw).frame)
+            queue.add_frame(read_frame(pb.FramesRequest.FromString(raw).frame))
 
     threads = [threading.Thread(target=bring, daemon=True) for bring in (bring_plans, bring_frames)]
     for thread in threads:

@@ -97,6 +97,7 @@ class LoadedStage:
     prefill_busy_s: float = 0.0  # of busy_s, in those
     link_bytes: int = 0  # sent on the edge to the next stage since it was opened; 0 within one process
     link_queue_depth: int = 0  # messages that wait on it now
+    link_kind: str = ""  # direct or grpc; empty within one process, and while there is none
 
 
 @dataclass(frozen=True, slots=True)

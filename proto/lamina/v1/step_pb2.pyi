@@ -692,6 +692,8 @@ Global___Ping: _TypeAlias = Ping  # noqa: Y015
 
 @_typing.final
 class FramesRequest(_message.Message):
+    """On the stream, and on the edge's direct connection, where the payloads of a frame or a ping follow the message instead."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     OPEN_FIELD_NUMBER: _builtins.int
@@ -732,14 +734,27 @@ Global___FramesRequest: _TypeAlias = FramesRequest  # noqa: Y015
 
 @_typing.final
 class FramesOpened(_message.Message):
+    """The edge's direct connection, see wire/direct.py: where the sender may dial it, on the host that it has dialled
+    already, and with which key. Frames and answers go there once it stands; until then, or for want of it, on the stream.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
+    DIRECT_PORT_FIELD_NUMBER: _builtins.int
+    DIRECT_KEY_FIELD_NUMBER: _builtins.int
+    direct_port: _builtins.int
+    """0 = none"""
+    direct_key: _builtins.bytes
+    """good once, for this edge"""
     def __init__(
         self,
+        *,
+        direct_port: _builtins.int = ...,
+        direct_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["direct_key", b"direct_key", "direct_port", b"direct_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -267,6 +267,7 @@ class LoadedStage(_message.Message):
     PREFILL_BUSY_S_FIELD_NUMBER: _builtins.int
     LINK_BYTES_FIELD_NUMBER: _builtins.int
     LINK_QUEUE_DEPTH_FIELD_NUMBER: _builtins.int
+    LINK_KIND_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     epoch: _builtins.int
     stage: _builtins.int
@@ -294,6 +295,8 @@ class LoadedStage(_message.Message):
     """sent on the edge to the next stage since it was opened; 0 within one process"""
     link_queue_depth: _builtins.int
     """messages that wait on it now"""
+    link_kind: _builtins.str
+    """direct or grpc; empty within one process, and while there is none"""
     @_builtins.property
     def graphs(self) -> Global___GraphCounts: ...
     def __init__(
@@ -320,10 +323,11 @@ class LoadedStage(_message.Message):
         prefill_busy_s: _builtins.float = ...,
         link_bytes: _builtins.int = ...,
         link_queue_depth: _builtins.int = ...,
+        link_kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["graphs", b"graphs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "busy_s", b"busy_s", "cache_bytes", b"cache_bytes", "compute_dtype", b"compute_dtype", "controlled", b"controlled", "device", b"device", "epoch", b"epoch", "first_layer", b"first_layer", "graphs", b"graphs", "link_bytes", b"link_bytes", "link_queue_depth", b"link_queue_depth", "model_digest", b"model_digest", "num_layers", b"num_layers", "num_prefill_steps", b"num_prefill_steps", "num_sequences", b"num_sequences", "num_steps", b"num_steps", "placement", b"placement", "prefill_busy_s", b"prefill_busy_s", "settings_digest", b"settings_digest", "stage", b"stage", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "busy_s", b"busy_s", "cache_bytes", b"cache_bytes", "compute_dtype", b"compute_dtype", "controlled", b"controlled", "device", b"device", "epoch", b"epoch", "first_layer", b"first_layer", "graphs", b"graphs", "link_bytes", b"link_bytes", "link_kind", b"link_kind", "link_queue_depth", b"link_queue_depth", "model_digest", b"model_digest", "num_layers", b"num_layers", "num_prefill_steps", b"num_prefill_steps", "num_sequences", b"num_sequences", "num_steps", b"num_steps", "placement", b"placement", "prefill_busy_s", b"prefill_busy_s", "settings_digest", b"settings_digest", "stage", b"stage", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -611,7 +615,7 @@ class LinkStageResponse(_message.Message):
     RTT_S_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
     rtt_s: _builtins.float
-    """median of a few pings of 8 KiB on the opened stream"""
+    """median of a few pings of 8 KiB, on the way that frames take"""
     def __init__(
         self,
         *,

@@ -159,6 +159,13 @@ def done_to_message(done: StepDone) -> pb.StepDone:
     return message
 
 
+def tokens_to_message(done: StepDone) -> pb.StepDone:
+    """As much of an answer as stage 0 needs: which tokens, of which sequences, at which positions."""
+    seqs, positions, tokens, *_ = zip(*done.tokens, strict=True) if done.tokens else ((), (), ())
+    unspecified = [pb.FINISH_REASON_UNSPECIFIED] * len(seqs)
+    return pb.StepDone(epoch=done.epoch, step=done.step, seq=seqs, pos=positions, token=tokens, finish=unspecified)
+
+
 def _top_to_message(top: tuple[tuple[int, float], ...]) -> pb.TopLogprobs:
     return pb.TopLogprobs(tokens=[token for token, _ in top], logprobs=[logprob for _, logprob in top])
 

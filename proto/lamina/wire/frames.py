@@ -13,13 +13,15 @@ from lamina.spec.errors import InvalidConfig, InvalidPlan
 from lamina.spec.placement import StageSettings
 from lamina.spec.step import StepPlan
 from lamina.v1 import step_pb2 as pb
-from lamina.wire.delimited import field_key, varint
+from lamina.wire.delimited import delimited, field_key, varint
 
 _CODES = {"f32": pb.FRAME_DTYPE_F32, "bf16": pb.FRAME_DTYPE_BF16, "f16": pb.FRAME_DTYPE_F16}
 _ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 _FRAME_KEY = field_key(pb.FramesRequest.FRAME_FIELD_NUMBER)
 _PAYLOAD_KEY = field_key(pb.Frame.PAYLOAD_FIELD_NUMBER)
 MAX_PAYLOAD_BYTES = 64 * 2**20  # of a frame: 2,048 rows x 8,192 float32 values
+
+Payload = bytes | NDArray[np.uint8]
 
 
 def frame_bytes(rows: int, hidden: int, wire_dtype: str) -> int:
@@ -39,24 +41,44 @@ def check_frames_fit(settings: StageSettings, hidden: int) -> None:
 
 
 class Frame(NamedTuple):
-    """The fields of a `pb.Frame`."""
+    """The fields of a `pb.Frame`; `payload` is empty until its `num_bytes` have come."""
 
     epoch: int
     step: int
     dtype: int
     rows: int
     hidden: int
-    payload: bytes
+    num_bytes: int
+    payload: Payload = b""
 
 
-def read_frame(message: pb.Frame) -> Frame:
-    """The message's fields, not checked."""
-    return Frame(message.epoch, message.step, message.dtype, message.rows, message.hidden, message.payload)
+def read_frame(message: pb.Frame, num_bytes: int | None = None) -> Frame:
+    """The message's fields, not checked; `num_bytes` is of a payload that follows the message."""
+    found, payload = (message.epoch, message.step, message.dtype, message.rows, message.hidden), message.payload
+    return Frame(*found, len(payload) if num_bytes is None else num_bytes, payload)
 
 
 def encode_frame(plan: StepPlan, hidden_state: NDArray[np.float32], wire_dtype: str) -> bytes:
     """A serialised FramesRequest: float32 [rows, hidden] in the edge's wire dtype (bf16 rounds to nearest even)."""
+    values = wire_values(hidden_state, wire_dtype)
+    head = _header(plan, hidden_state, wire_dtype) + _PAYLOAD_KEY + varint(values.nbytes)
+    length = varint(len(head) + values.nbytes)
+    return b"".join((_FRAME_KEY, length, head, values.data))
+
+
+def encode_frame_head(plan: StepPlan, hidden_state: NDArray[np.float32], wire_dtype: str) -> bytes:
+    """The same without the payload, which is the bytes of `wire_values`."""
+    return delimited(_FRAME_KEY, _header(plan, hidden_state, wire_dtype))
+
+
+def _header(plan: StepPlan, hidden_state: NDArray[np.float32], wire_dtype: str) -> bytes:
     rows, hidden = hidden_state.shape
+    header = pb.Frame(epoch=plan.epoch, step=plan.step, dtype=_CODES[wire_dtype], rows=rows, hidden=hidden)
+    return header.SerializeToString()
+
+
+def wire_values(hidden_state: NDArray[np.float32], wire_dtype: str) -> NDArray[np.generic]:
+    """What a payload is made of, contiguous: the hidden state itself where nothing is to be converted."""
     match wire_dtype:
         case "f32":
             values: NDArray[np.generic] = hidden_state.astype("<f4", copy=False)
@@ -65,15 +87,12 @@ def encode_frame(plan: StepPlan, hidden_state: NDArray[np.float32], wire_dtype: 
                 values = hidden_state.astype("<f2")
         case _:
             values = _bf16_bits(hidden_state)
-    header = pb.Frame(epoch=plan.epoch, step=plan.step, dtype=_CODES[wire_dtype], rows=rows, hidden=hidden)
-    head = header.SerializeToString() + _PAYLOAD_KEY + varint(values.nbytes)
-    length = varint(len(head) + values.nbytes)
-    return b"".join((_FRAME_KEY, length, head, np.ascontiguousarray(values).data))
+    return np.ascontiguousarray(values)
 
 
 def check_frame_size(frame: Frame, max_rows: int, hidden: int, wire_dtype: str) -> None:
     """Raise InvalidPlan for a frame that no step of the placement can have; for one that comes before its plan."""
-    found = (frame.hidden, frame.dtype, len(frame.payload))
+    found = (frame.hidden, frame.dtype, frame.num_bytes)
     wanted = (hidden, _CODES[wire_dtype], frame_bytes(frame.rows, hidden, wire_dtype))
     if found != wanted or not 1 <= frame.rows <= max_rows:
         raise InvalidPlan(
@@ -84,7 +103,7 @@ def check_frame_size(frame: Frame, max_rows: int, hidden: int, wire_dtype: str) 
 
 def check_frame(frame: Frame, plan: StepPlan, hidden: int, wire_dtype: str) -> None:
     """Raise InvalidPlan unless the frame is exactly what the plan and the placement's settings say it must be."""
-    found = (frame.epoch, frame.step, frame.rows, frame.hidden, frame.dtype, len(frame.payload))
+    found = (frame.epoch, frame.step, frame.rows, frame.hidden, frame.dtype, frame.num_bytes)
     rows = plan.num_rows
     wanted = (plan.epoch, plan.step, rows, hidden, _CODES[wire_dtype], frame_bytes(rows, hidden, wire_dtype))
     if found != wanted:
@@ -92,7 +111,7 @@ def check_frame(frame: Frame, plan: StepPlan, hidden: int, wire_dtype: str) -> N
 
 
 def decode_frame(frame: Frame) -> NDArray[np.float32]:
-    """float32 [rows, hidden] of a checked frame; read-only view of the payload where no conversion is needed."""
+    """float32 [rows, hidden] of a checked frame, whole: a view of the payload where nothing is to be converted."""
     shape = (frame.rows, frame.hidden)
     match frame.dtype:
         case pb.FRAME_DTYPE_F32:

@@ -122,6 +122,7 @@ def _stage_from_message(message: wpb.LoadedStage) -> LoadedStage:
         prefill_busy_s=message.prefill_busy_s,
         link_bytes=message.link_bytes,
         link_queue_depth=message.link_queue_depth,
+        link_kind=message.link_kind,
     )
 
 

@@ -12,7 +12,7 @@ from lamina.kernels.registry import present_devices
 from lamina.rpc_worker.checkup import run_checkup
 from lamina.rpc_worker.daemon import run_worker
 from lamina.rpc_worker.numerics import COMPUTE_DTYPES
-from lamina.rpc_worker.settings import WorkerSettings, parse_devices
+from lamina.rpc_worker.settings import WorkerSettings, parse_devices, parse_edge_port
 from lamina.spec.address import parse_address
 from lamina.spec.errors import InvalidConfig, LaminaError
 from lamina.spec.placement import GRAPH_MODES
@@ -45,6 +45,14 @@ def worker(
     advertise: Annotated[
         str, typer.Option(help="host:port under which others reach this worker.", envvar="LAMINA_ADVERTISE")
     ] = "",
+    edge_port: Annotated[
+        str,
+        typer.Option(
+            help="Port where other workers' frames come in, on the host of --listen: a number, any, or none (through"
+            " gRPC then, which is slower).",
+            envvar="LAMINA_EDGE_PORT",
+        ),
+    ] = "any",
     join: Annotated[
         str, typer.Option(help="host:port of a coordinator that waits for workers.", envvar="LAMINA_JOIN")
     ] = "",
@@ -116,6 +124,7 @@ def worker(
         devices=parse_devices(tuple(device) or ("cpu",)),
         listen=parse_address(listen, allow_zero=True),
         advertise=parse_address(advertise) if advertise else None,
+        edge_port=parse_edge_port(edge_port),
         join=parse_address(join) if join else None,
         num_threads=threads or None,
         max_memory_bytes=parse_size(max_memory) if max_memory else None,

@@ -14,14 +14,17 @@ from lamina.kernels.backend import Backend, GraphMode
 from lamina.kernels.registry import select_backend
 from lamina.rpc_worker.describe import device_profile, device_table
 from lamina.rpc_worker.device_thread import DeviceThread
+from lamina.rpc_worker.direct_listener import DirectListener
 from lamina.rpc_worker.join import stay_joined
 from lamina.rpc_worker.service import WorkerService
 from lamina.rpc_worker.settings import WorkerSettings
 from lamina.rpc_worker.stage_registry import StageRegistry
 from lamina.rpc_worker.tracing import TraceFile
+from lamina.spec.address import Address
 from lamina.spec.ids import DeviceId, WorkerName
 from lamina.v1 import worker_pb2_grpc
 from lamina.wire.channel import bind, server_options
+from lamina.wire.direct import HAS_DIRECT
 from lamina.wire.event_loop import leave_to_stay
 from lamina.wire.version import own_version
 
@@ -43,6 +46,7 @@ class Daemon:
         registry: StageRegistry,
         server: grpc.aio.Server,
         checks: health.aio.HealthServicer,
+        edges: DirectListener | None,
         trace: TraceFile | None,
     ) -> None:
         self.settings = settings
@@ -50,26 +54,29 @@ class Daemon:
         self.registry = registry
         self._server = server
         self._checks = checks
+        self._edges = edges
         self._trace = trace
 
     @classmethod
     async def start(cls, settings: WorkerSettings) -> "Daemon":
-        """Bind, start the devices, serve. `settings.listen` of the result names the port that was really taken.
+        """Bind, start the devices, serve. The result's `settings` name the ports that were really taken.
 
         Raises InvalidConfig (port in use), CapacityExceeded, Unsupported.
         """
         server = grpc.aio.server(options=server_options())
         settings = replace(settings, listen=bind(server, settings.listen, "--listen"))
+        edges = _listen_for_edges(settings)
+        settings = replace(settings, edge_port=edges and edges.port)
         devices = tuple([await _start_device(name, settings) for name in settings.devices])
         trace = None if settings.trace_directory is None else TraceFile(settings.trace_directory, settings.name)
         registry = StageRegistry(settings, devices, trace)
-        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(settings, devices, registry), server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(settings, devices, registry, edges), server)
         checks = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         await server.start()
         await checks.set("", health_pb2.HealthCheckResponse.SERVING)
         await checks.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
-        return cls(settings, devices, registry, server, checks, trace)
+        return cls(settings, devices, registry, server, checks, edges, trace)
 
     async def stop(self) -> None:
         """Tell everybody, end the streams, free the stages, end the threads.
@@ -79,6 +86,8 @@ class Daemon:
         await self._checks.enter_graceful_shutdown()
         self.registry.end_all()
         await self._server.stop(_GRACE_S)
+        if self._edges is not None:
+            await self._edges.close()
         try:
             async with asyncio.timeout(_STOP_DEADLINE_S):
                 await self.registry.close()
@@ -124,6 +133,12 @@ async def _until_stopped(stop: asyncio.Event, settings: WorkerSettings) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _listen_for_edges(settings: WorkerSettings) -> DirectListener | None:
+    if settings.edge_port is None or not HAS_DIRECT:
+        return None
+    return DirectListener.open(Address(settings.listen.host, settings.edge_port))
+
+
 async def _start_device(name: str, settings: WorkerSettings) -> DeviceThread:
     selection = select_backend(
         name,
@@ -165,4 +180,5 @@ def _announce(settings: WorkerSettings, devices: tuple[DeviceThread, ...]) -> No
             " this worker has stopped",
             settings.trace_directory,
         )
-    print(f"worker {settings.name}, {own_version()}, listening on {settings.listen}", flush=True)
+    frames = "through gRPC" if settings.edge_port is None else f"on port {settings.edge_port}"
+    print(f"worker {settings.name}, {own_version()}, frames {frames}, listening on {settings.listen}", flush=True)

@@ -43,7 +43,7 @@ def device_profile(
 
 def stage_message(runtime: StageRuntime, device: int) -> wpb.LoadedStage:
     """A loaded stage, for Describe."""
-    key, facts = runtime.key, runtime.stage.facts
+    key, facts, link = runtime.key, runtime.stage.facts, runtime.link
     return wpb.LoadedStage(
         placement=key.placement,
         epoch=key.epoch,
@@ -64,8 +64,9 @@ def stage_message(runtime: StageRuntime, device: int) -> wpb.LoadedStage:
         compute_dtype=facts.compute_dtype,
         num_prefill_steps=facts.num_prefill_steps,
         prefill_busy_s=facts.prefill_busy_s,
-        link_bytes=runtime.link.num_bytes if runtime.link is not None else 0,
-        link_queue_depth=runtime.link.queue_depth if runtime.link is not None else 0,
+        link_bytes=0 if link is None else link.num_bytes,
+        link_queue_depth=0 if link is None else link.queue_depth,
+        link_kind="" if link is None else link.kind,
     )
 
 

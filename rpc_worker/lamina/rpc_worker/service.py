@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ from google.protobuf.message import DecodeError
 
 from lamina.rpc_worker.describe import device_profile, stage_message
 from lamina.rpc_worker.device_thread import DeviceThread
+from lamina.rpc_worker.direct_listener import DirectListener, Offer
 from lamina.rpc_worker.health import HealthWatch
 from lamina.rpc_worker.settings import WorkerSettings
 from lamina.rpc_worker.stage_registry import LoadRequest, StageRegistry
@@ -39,8 +41,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """One worker's RPCs."""
 
-    def __init__(self, settings: WorkerSettings, devices: tuple[DeviceThread, ...], registry: StageRegistry) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        devices: tuple[DeviceThread, ...],
+        registry: StageRegistry,
+        edges: DirectListener | None,
+    ) -> None:
         self._settings = settings
+        self._edges = edges
         self._devices = devices
         self._registry = registry
         self._started = time.monotonic()
@@ -178,14 +187,41 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             expected = (runtime.key.index - 1) % runtime.key.num_stages
             if opening.open.from_stage != expected:
                 raise InvalidPlan(f"stage {runtime.key.index} follows {expected}, not {opening.open.from_stage}")
-            await context.write(pb.FramesResponse(opened=pb.FramesOpened()))
-            async for message in requests:
-                if message.WhichOneof("body") == "ping":
-                    await context.write(pb.FramesResponse(pong=message.ping))
-                else:
-                    runtime.handle_frames_message(message)
+            with nullcontext() if self._edges is None else self._edges.offer(runtime) as offer:
+                await _serve_edge(runtime, requests, context, offer)
         except LaminaError as error:
             await abort(context, error)
+
+
+async def _serve_edge(
+    runtime: StageRuntime, requests: AsyncIterator[pb.FramesRequest], context: Context, offer: Offer | None
+) -> None:
+    """Until the stream, or the direct connection that takes its place, ends. Raises what was wrong on either."""
+    if offer is None:
+        await context.write(pb.FramesResponse(opened=pb.FramesOpened()))
+        await _read_edge(runtime, requests, context)
+        return
+    opened = pb.FramesOpened(direct_port=offer.port, direct_key=offer.key)
+    await context.write(pb.FramesResponse(opened=opened))
+    reading = asyncio.create_task(_read_edge(runtime, requests, context))
+    try:
+        tasks: list[asyncio.Future[Any]] = [reading, offer.ended]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        reading.cancel()
+        outcome, *_ = await asyncio.gather(reading, return_exceptions=True)
+    if offer.ended.done():
+        raise offer.ended.result()
+    if isinstance(outcome, Exception):
+        raise outcome
+
+
+async def _read_edge(runtime: StageRuntime, requests: AsyncIterator[pb.FramesRequest], context: Context) -> None:
+    async for message in requests:
+        if message.WhichOneof("body") == "ping":
+            await context.write(pb.FramesResponse(pong=message.ping))
+        else:
+            runtime.handle_frames_message(message)
 
 
 async def _received(context: Context) -> AsyncIterator[Any]:

@@ -19,6 +19,7 @@ class WorkerSettings:
     listen: Address = field(default_factory=lambda: Address("127.0.0.1", 50051))
     advertise: Address | None = None
     join: Address | None = None
+    edge_port: int | None = 0  # for direct connections, on the host of `listen`; 0 is any, None: there are none
     num_threads: int | None = None
     max_memory_bytes: int | None = None
     model_folders: tuple[Path, ...] = ()
@@ -53,6 +54,16 @@ class WorkerSettings:
         ):
             if value not in choices:
                 raise InvalidConfig(f"{option} {value!r} is none of {', '.join(choices)}")
+
+
+def parse_edge_port(text: str) -> int | None:
+    """`any` is 0, `none` is None. Raises InvalidConfig."""
+    named = {"any": 0, "none": None}
+    if text.lower() in named:
+        return named[text.lower()]
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= 65535:
+        raise InvalidConfig(f"--edge-port {text!r} is neither any, nor none, nor a port from 1 to 65535")
+    return int(text)
 
 
 def parse_devices(texts: tuple[str, ...]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lamina.rpc_worker.device_thread import DeviceThread
 from lamina.rpc_worker.grammar import GrammarCompiler
-from lamina.rpc_worker.link import GrpcLink
+from lamina.rpc_worker.link import RemoteLink
 from lamina.rpc_worker.models import OpenedModel, find_model, open_model
 from lamina.rpc_worker.settings import WorkerSettings
 from lamina.rpc_worker.stage import Stage
@@ -138,7 +138,8 @@ class StageRegistry:
             await runtime.attach_neighbour(local.runtime)
             return 0.0
         opening = pb.FramesOpen(placement=key.placement, epoch=key.epoch, from_stage=key.index, to_stage=key.next_index)
-        link = await GrpcLink.open(next_address, opening, runtime.link_lost)
+        dials, wire_dtype = self._settings.edge_port is not None, runtime.settings.wire_dtype
+        link = await RemoteLink.open(next_address, opening, runtime.link_lost, wire_dtype, dials=dials)
         await runtime.attach_link(link)
         return link.rtt_s
 

@@ -13,7 +13,7 @@ from lamina.rpc_worker.grammar import GrammarCompiler
 from lamina.rpc_worker.link import Link
 from lamina.rpc_worker.stage import Stage, StageResult
 from lamina.rpc_worker.step_queue import StepQueue
-from lamina.rpc_worker.step_runner import Outcome, StepRunner
+from lamina.rpc_worker.step_runner import Neighbour, Outcome, StepRunner
 from lamina.spec.errors import InvalidPlan, InvalidRequest, LaminaError, StaleEpoch, Unavailable, WorkerLost
 from lamina.spec.ids import Epoch, PlacementId
 from lamina.spec.model import LayerRange, ModelSpec
@@ -29,7 +29,7 @@ from lamina.spec.step import (
 )
 from lamina.v1 import step_pb2 as pb
 from lamina.wire.convert import done_from_message, done_to_message
-from lamina.wire.frames import encode_frame
+from lamina.wire.frames import Frame, read_frame
 from lamina.wire.status import error_name
 
 _log = logging.getLogger(__name__)
@@ -175,30 +175,50 @@ class StageRuntime:
             raise InvalidRequest(f"{self._who}: only the last stage follows grammars")
         await self._grammars.prepare(grammar)
 
-    # -- the edge from the stage before
+    # -- the edge from the stage before: from any thread
 
     def handle_frames_message(self, message: pb.FramesRequest) -> None:
         """Take a frame or, on stage 0, an answer of the last stage. Raises InvalidPlan or StaleEpoch."""
-        if self.has_ended:
-            raise StaleEpoch(f"{self._who}: epoch {self.key.epoch} has ended")
         match message.WhichOneof("body"):
             case "frame":
-                self._queue.add_frame(message.frame)
-            case "done" if self.key.is_first:
-                self._queue.add_done(done_from_message(message.done))
+                self.take_frame(read_frame(message.frame))
+            case "done":
+                self.take_answer(message.done)
             case other:
                 raise InvalidPlan(f"{self._who}: message {other!r} is out of order on a Frames stream")
+
+    def expect_frame(self, frame: Frame) -> None:
+        """Whether a frame may come whose payload has not been read. Raises InvalidPlan or StaleEpoch."""
+        self._require_open()
+        self._queue.expect_frame(frame)
+
+    def take_frame(self, frame: Frame) -> None:
+        """The hidden state of a step. Raises InvalidPlan or StaleEpoch."""
+        self._require_open()
+        self._queue.add_frame(frame)
         self._runner.wake()
 
-    # -- the edge to the next stage
+    def take_answer(self, message: pb.StepDone) -> None:
+        """On stage 0: what the last stage has sampled. Raises InvalidPlan or StaleEpoch."""
+        self._require_open()
+        if not self.key.is_first:
+            raise InvalidPlan(f"{self._who}: message 'done' is out of order on a Frames stream")
+        self._queue.add_done(done_from_message(message))
+        self._runner.wake()
+
+    def _require_open(self) -> None:
+        if self.has_ended:
+            raise StaleEpoch(f"{self._who}: epoch {self.key.epoch} has ended")
+
+    # -- the edge to the next stage: on the loop
 
     async def attach_link(self, link: Link) -> None:
         """Use this edge for everything that leaves the stage. Raises StaleEpoch if the epoch ended meanwhile."""
         if self.has_ended:
             await link.close()
             raise StaleEpoch(f"{self._who}: epoch {self.key.epoch} ended while its edge was opened")
+        self._runner.attach_neighbour(link)
         await self._replace_link(link)
-        self._runner.attach_neighbour(None)
 
     async def attach_neighbour(self, following: "StageRuntime") -> None:
         """What leaves the stage goes straight to the next one, which lives in this process."""
@@ -250,7 +270,7 @@ class StageRuntime:
             self._responses.put_nowait(pb.StepsResponse(failure=_failure_message(failure)))
             self._responses.put_nowait(None)
 
-    def _on_outcome(self, outcome: Outcome) -> None:
+    def _on_outcome(self, outcome: Outcome, taker: Neighbour | None) -> None:
         if self.has_ended:
             return  # nobody waits for it
         if isinstance(outcome, LaminaError):
@@ -260,27 +280,25 @@ class StageRuntime:
             _log.error("%s: unexpected failure", self._who, exc_info=outcome)
             self.fail(LaminaError(f"{type(outcome).__name__}: {outcome}"))
         elif outcome.done is not None:
-            self._send_done(outcome.done)
+            self._answer(outcome.done, taker)
         else:
-            self._send_hidden(outcome)
+            self._note_hidden(outcome, taker)
 
-    def _send_hidden(self, result: StageResult) -> None:
-        plan = result.ready.plan
+    def _note_hidden(self, result: StageResult, taker: Neighbour | None) -> None:
+        """Of a hidden state that is not finite, or that there was nobody to take."""
+        step = result.ready.plan.step
         if result.num_nonfinite_rows:
-            _log.error("%s: %d rows of step %d are not finite", self._who, result.num_nonfinite_rows, plan.step)
-        if self._link is not None and result.hidden is not None:
-            self._link.send(encode_frame(plan, result.hidden, self.settings.wire_dtype))
-        elif not self._runner.has_neighbour:
-            next_index = self.key.next_index
-            self.fail(Unavailable(f"no edge to stage {next_index} for step {plan.step}; link the stages first"))
+            _log.error("%s: %d rows of step %d are not finite", self._who, result.num_nonfinite_rows, step)
+        if taker is None:
+            self.fail(Unavailable(f"no edge to stage {self.key.next_index} for step {step}; link the stages first"))
 
-    def _send_done(self, done: StepDone) -> None:
+    def _answer(self, done: StepDone, taker: Neighbour | None) -> None:
+        """Tell the coordinator, who relays the tokens to stage 0 unless they have taken an edge that stands."""
         message = done_to_message(done)
-        if self._link is not None:
-            self._sent_back.append(message)
-            self._link.send(pb.FramesRequest(done=message).SerializeToString())
-        elif not self._runner.has_neighbour:
+        if taker is None or taker is not self._runner.neighbour:
             message.needs_relay = True
+        elif self._link is not None:
+            self._sent_back.append(message)
         self._respond(pb.StepsResponse(done=message))
 
     def _respond(self, response: pb.StepsResponse) -> None:

@@ -22,8 +22,7 @@ from lamina.spec.errors import InvalidPlan, StaleEpoch
 from lamina.spec.ids import Epoch, SeqId, StepId
 from lamina.spec.placement import StageSettings
 from lamina.spec.step import MAX_RUN_AHEAD, AddSequence, RemoveSequence, StepDone, StepPlan, Tokens
-from lamina.v1 import step_pb2 as pb
-from lamina.wire.frames import Frame, check_frame, check_frame_size, decode_frame, read_frame
+from lamina.wire.frames import Frame, check_frame, check_frame_size, decode_frame
 
 Edit = AddSequence | RemoveSequence
 OnDevice = Mapping[tuple[SeqId, int], int]
@@ -104,21 +103,24 @@ class StepQueue:
                     del self._tokens[key]
                 self._fed_on_device = {key for key in self._fed_on_device if key[0] != edit.seq}
 
-    def add_frame(self, message: pb.Frame) -> None:
-        """Take a hidden state off the wire. Raises StaleEpoch, or InvalidPlan if it fits no plan or no step."""
-        frame = read_frame(message)
-        epoch, step = Epoch(frame.epoch), StepId(frame.step)
+    def expect_frame(self, frame: Frame) -> None:
+        """Whether `add_frame` would take it, for one whose payload has not come. Raises like that."""
         with self._lock:
-            self._check_expected(epoch, step)
-            if step not in self._plans:
-                check_frame_size(frame, self._settings.max_rows, self._hidden, self._settings.wire_dtype)
-            self._add_input(step, frame)
+            self._check_frame(frame)
+
+    def add_frame(self, frame: Frame) -> None:
+        """Take a hidden state off the wire. Raises StaleEpoch, or InvalidPlan if it fits no plan or no step."""
+        with self._lock:
+            self._check_frame(frame)
+            self._inputs[StepId(frame.step)] = frame
 
     def add_hidden(self, epoch: Epoch, step: StepId, hidden: Hidden) -> None:
         """Take a hidden state from a stage of this process. Raises like `add_frame`."""
         with self._lock:
             self._check_expected(epoch, step)
-            self._add_input(step, hidden)
+            if step in self._plans:
+                self._check_input(hidden, self._plans[step])
+            self._inputs[step] = hidden
 
     def add_done(self, done: StepDone) -> None:
         """Take the tokens that a step sampled (direct edge from the last stage). Raises StaleEpoch or InvalidPlan."""
@@ -226,10 +228,14 @@ class StepQueue:
         if len(self._tokens) > self._max_tokens:
             del self._tokens[next(iter(self._tokens))]
 
-    def _add_input(self, step: StepId, received: Frame | Hidden) -> None:
-        if step in self._plans:
-            self._check_input(received, self._plans[step])
-        self._inputs[step] = received
+    def _check_frame(self, frame: Frame) -> None:
+        step = StepId(frame.step)
+        self._check_expected(Epoch(frame.epoch), step)
+        plan = self._plans.get(step)
+        if plan is None:
+            check_frame_size(frame, self._settings.max_rows, self._hidden, self._settings.wire_dtype)
+        else:
+            self._check_input(frame, plan)
 
     def _check_expected(self, epoch: Epoch, step: StepId) -> None:
         self._check_epoch(epoch, "frame of step", step)

@@ -1,9 +1,10 @@
 """Takes a stage through its steps on the compute thread: the next one begins the moment it can, no loop is asked.
 
 Owns the steps that are launched and not finished. Everything else it touches belongs to the compute thread too (the
-stage) or may be touched by any (the queue). Where the next stage lives in this process, results go straight to it. If
-its device reaches this one and both run asynchronously, they do not come to the host in between: the hidden state is
-copied from buffer to buffer, and stage 0 takes the tokens that the last stage has sampled before the host knows them.
+stage) or may be touched by any (the queue). Results go straight to the neighbour: a `Link` to another process, or the
+runner of the next stage where that lives in this one. If its device then reaches this one and both run asynchronously,
+they do not come to the host in between: the hidden state is copied from buffer to buffer, and stage 0 takes the tokens
+that the last stage has sampled before the host knows them.
 What is lent so, by whom and for how long, is `loan`'s affair; a runner ends what its own stage has lent.
 """
 
@@ -11,6 +12,10 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lamina.rpc_worker.device_thread import DeviceThread
 from lamina.rpc_worker.loan import Loan
@@ -24,11 +29,22 @@ _log = logging.getLogger(__name__)
 Outcome = StageResult | Exception
 
 
-class StepRunner:
-    """One epoch of one stage. `on_outcome` hears on the loop of every step's result, in order, or of the first failure.
+class Neighbour(Protocol):
+    """Who takes what a stage's steps leave, on the compute thread. Raises LaminaError for what it refuses."""
 
-    `on_edge_lost` hears on the loop why a neighbour of this process refused a result. After either, or after `stop`, no
-    further step is begun.
+    def take_hidden(self, plan: StepPlan, hidden: NDArray[np.float32]) -> None:
+        """A step's hidden state, float32 [rows, H], for the next stage."""
+
+    def take_done(self, done: StepDone) -> None:
+        """What the last stage has sampled, for stage 0."""
+
+
+class StepRunner:
+    """One epoch of one stage. `on_outcome` hears on the loop, in order, of the results that somebody there has to know
+    of, and which neighbour took each (None: nobody did), or of the first failure.
+
+    `on_edge_lost` hears on the loop why a neighbour refused a result. After either, or after `stop`, no further step is
+    begun.
     """
 
     def __init__(
@@ -36,7 +52,7 @@ class StepRunner:
         stage: Stage,
         queue: StepQueue,
         device: DeviceThread,
-        on_outcome: Callable[[Outcome], None],
+        on_outcome: Callable[[Outcome, Neighbour | None], None],
         on_edge_lost: Callable[[LaminaError], None],
     ) -> None:
         self._stage = stage
@@ -50,16 +66,16 @@ class StepRunner:
         self._stopped = False
         self._ended = False
         self._lent: deque[Loan] = deque()  # to the neighbour, the newest last
-        self._neighbour: StepRunner | None = None  # who takes the results, where that is a stage of this process
+        self._neighbour: Neighbour | None = None
 
     # -- from any thread
 
     @property
-    def has_neighbour(self) -> bool:
-        """Whether results go to a stage of this process."""
-        return self._neighbour is not None
+    def neighbour(self) -> Neighbour | None:
+        """Who takes the results now."""
+        return self._neighbour
 
-    def attach_neighbour(self, following: "StepRunner | None") -> None:
+    def attach_neighbour(self, following: Neighbour | None) -> None:
         """Results go straight to the next stage from now on; on the last stage that is stage 0."""
         self._neighbour = following
 
@@ -114,7 +130,7 @@ class StepRunner:
         except Exception as error:  # a fault of ours: it ends this stage's epoch, not the thread of all stages
             self._launched.clear()
             self._stopped = True
-            self._device.tell_loop(partial(self._on_outcome, error))
+            self._device.tell_loop(partial(self._on_outcome, error, None))
             return None
 
     def _close(self) -> None:
@@ -153,7 +169,7 @@ class StepRunner:
             self._prepared = self._stage.prepare(plan)
 
     def _launch(self, ready: ReadyStep) -> None:
-        neighbour = self._neighbour
+        neighbour = self._neighbour if isinstance(self._neighbour, StepRunner) else None  # who could borrow
         lends = neighbour is not None and neighbour._stage.reaches(self._stage)
         prepared, self._prepared = self._prepared, None
         while self._lent and len(self._lent) >= self._lent[0].lasts:
@@ -200,24 +216,29 @@ class StepRunner:
         if self._failure is None or self._stopped:
             return False
         self._stopped = True
-        self._device.tell_loop(partial(self._on_outcome, self._failure))
+        self._device.tell_loop(partial(self._on_outcome, self._failure, None))
         return False
 
     def _deliver(self, result: StageResult) -> None:
-        neighbour, done, hidden = self._neighbour, result.done, result.hidden
-        if done is not None:
-            if neighbour is not None:
-                self._give(lambda: neighbour.take_done(done))
-        elif hidden is None:
+        neighbour = self._neighbour
+        if result.done is None and result.hidden is None:
             return  # lent when it was launched
-        elif neighbour is not None:
-            self._give(lambda: neighbour.take_hidden(result.ready.plan, hidden))
-            if not result.num_nonfinite_rows:
-                return  # it went where it should, and nobody on the loop has anything to say of it
-        self._device.tell_loop(partial(self._on_outcome, result))
+        taker = neighbour if neighbour is not None and self._give(partial(_hand_over, neighbour, result)) else None
+        if neighbour is not None and result.done is None and not result.num_nonfinite_rows:
+            return  # it went where it should, or the loop hears why not, and has nothing else to say of it
+        self._device.tell_loop(partial(self._on_outcome, result, taker))
 
-    def _give(self, hand_over: Callable[[], None]) -> None:
+    def _give(self, hand_over: Callable[[], None]) -> bool:
         try:
             hand_over()
         except LaminaError as error:
             self._device.tell_loop(partial(self._on_edge_lost, error))
+            return False
+        return True
+
+
+def _hand_over(neighbour: Neighbour, result: StageResult) -> None:
+    if result.done is not None:
+        neighbour.take_done(result.done)
+    elif result.hidden is not None:
+        neighbour.take_hidden(result.ready.plan, result.hidden)

@@ -22,8 +22,10 @@ from lamina.wire.frames import (
     check_frames_fit,
     decode_frame,
     encode_frame,
+    encode_frame_head,
     frame_bytes,
     read_frame,
+    wire_values,
 )
 
 F32 = NDArray[np.float32]
@@ -51,6 +53,18 @@ def test_the_message_is_the_one_that_protobuf_writes(num_rows: int) -> None:
     values = np.random.default_rng(0).normal(0, 1, (num_rows, HIDDEN)).astype(np.float32)
     frame = pb.Frame(epoch=2, step=7, dtype=pb.FRAME_DTYPE_F32, rows=num_rows, hidden=HIDDEN, payload=values.tobytes())
     assert encode_frame(PLAN, values, "f32") == pb.FramesRequest(frame=frame).SerializeToString(deterministic=True)
+
+
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
+def test_head_and_values_apart_are_the_same_frame(wire_dtype: str) -> None:
+    """As a direct connection has them: the payload is counted, not in the message."""
+    whole = read_frame(pb.FramesRequest.FromString(encode_frame(PLAN, hidden_state(), wire_dtype)).frame)
+    head = pb.FramesRequest.FromString(encode_frame_head(PLAN, hidden_state(), wire_dtype)).frame
+    values = wire_values(hidden_state(), wire_dtype).reshape(-1).view(np.uint8)
+    frame = read_frame(head, values.nbytes)
+    assert frame == whole._replace(payload=b"")
+    check_frame(frame, PLAN, HIDDEN, wire_dtype)
+    assert (decode_frame(frame._replace(payload=values)) == decode_frame(whole)).all()
 
 
 def test_float32_is_exact() -> None:
@@ -125,7 +139,7 @@ MISMATCHES = {
     "rows": 4,
     "hidden": 6,
     "dtype": pb.FRAME_DTYPE_BF16,
-    "payload": bytes(4 * 3 * HIDDEN - 1),
+    "num_bytes": 4 * 3 * HIDDEN - 1,
 }
 
 
@@ -147,12 +161,12 @@ def test_unknown_dtypes(dtype: int) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"rows": 0, "payload": b""},
-        {"rows": 9, "payload": bytes(4 * 9 * HIDDEN)},
+        {"rows": 0, "num_bytes": 0},
+        {"rows": 9, "num_bytes": 4 * 9 * HIDDEN},
         {"rows": 2**32 - 1},
         {"hidden": HIDDEN + 1},
         {"hidden": 2**32 - 1, "rows": 2**32 - 1},
-        {"payload": bytes(61)},
+        {"num_bytes": 61},
         {"dtype": pb.FRAME_DTYPE_F16},
     ],
 )
