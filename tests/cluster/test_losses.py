@@ -4,15 +4,18 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 
-from lamina.coordinator.cluster.client import WorkerClient
+from lamina.coordinator.cluster.client import StepsCall, WorkerClient
 from lamina.rpc_worker.daemon import Daemon
 from lamina.spec.address import Address
 from lamina.spec.errors import InvalidPlan, Unavailable, WorkerLost, WorkerUnreachable
 from lamina.spec.ids import Epoch, SeqId, StepId, WorkerName
 from lamina.spec.step import SeqSlice, StepPlan, Tokens
+from lamina.wire import channel
+from lamina.wire.channel import channel_options
 from support.loopback import Cluster, Talk, TinyModel, failure_of, next_done, run_scene, running_worker
 from support.proxy import Proxy, running_proxy
 
@@ -165,6 +168,48 @@ def test_a_silent_worker_is_noticed_within_ten_seconds(model: TinyModel) -> None
             proxy.cut()
             await pipeline.close(unload=False)
             await worker.close()
+
+    run_scene(scene)
+
+
+def test_a_worker_that_hangs_while_it_is_loaded_holds_up_nobody(
+    model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P-27: its silence is waited for once; it is not asked to unload what the others then do, and may load anew."""
+    patient = dict(channel_options())
+    hasty = {**patient, "grpc.keepalive_time_ms": 2_100, "grpc.http2.ping_timeout_ms": 500}
+    monkeypatch.setattr(channel, "channel_options", lambda: [*hasty.items()])
+
+    async def scene() -> None:
+        async with AsyncExitStack() as stack:
+            a, b = [await stack.enter_async_context(running_worker(name)) for name in "ab"]
+            proxy = await stack.enter_async_context(running_proxy(b.settings.listen))
+            cluster = Cluster(
+                model,
+                {
+                    WorkerName("a"): await WorkerClient.dial(a.settings.listen),
+                    WorkerName("b"): await WorkerClient.dial(proxy.address),
+                },
+            )
+            hung = cluster.workers[WorkerName("b")]
+            open_steps = hung.open_steps
+
+            async def hang(*arguments: Any) -> StepsCall:
+                proxy.stall()
+                try:
+                    return await open_steps(*arguments)
+                finally:
+                    noticed_s.append(time.monotonic())
+
+            noticed_s: list[float] = []
+            monkeypatch.setattr(hung, "open_steps", hang)
+            with pytest.raises(WorkerLost, match=r"worker b at .*: has stopped answering \(hung, suspended"):
+                await cluster.deploy((2,), ("a", "b"))
+            assert time.monotonic() - noticed_s[0] < 1
+            assert await cluster.stages("a") == ()
+            proxy.cut()
+            for client in cluster.workers.values():
+                await client.close()
 
     run_scene(scene)
 

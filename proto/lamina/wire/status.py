@@ -63,6 +63,8 @@ def error_from_rpc(rpc: grpc.aio.AioRpcError, who: str) -> errors.LaminaError:
         return error_from_name(named, f"{who}: {details}")
     match rpc.code():
         # gRPC's own word for a write that met the loss before its status came; a worker's INTERNAL bears a name.
+        case grpc.StatusCode.UNAVAILABLE if "ping timeout" in details:
+            return errors.WorkerLost(f"{who}: has stopped answering (hung, suspended or unplugged)")
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.INTERNAL:
             return errors.WorkerLost(f"{who}: connection lost ({details})")
         case grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -148,7 +148,12 @@ class WorkerClient:
         return response.rtt_s
 
     async def unload(self, placement: Placement) -> int:
-        """Free a placement's stages there, of its epoch and abandoned earlier ones; how many there were."""
+        """Free a placement's stages there, of its epoch and abandoned earlier ones; how many there were.
+
+        Raises WorkerLost at once if the connection is lost: waiting for one that hangs would hold up all the others.
+        """
+        if self._channel.get_state() is not grpc.ChannelConnectivity.READY:
+            raise WorkerLost(f"{self.who}: not connected")
         request = wpb.UnloadRequest(placement=placement.id, epoch=placement.epoch)
         response: wpb.UnloadResponse = await self._call(self._stub.Unload(request, timeout=CALL_DEADLINE_S))
         return response.num_stages
