@@ -46,7 +46,7 @@ test: $(VENV)/.dev $(MODEL) ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-gpu: $(VENV)/.dev ## tests and benchmarks of a machine with NVIDIA GPUs, into benchmarks/results
-	@$(BIN)/python -c 'import torch, cupy' || $(BIN)/python -m pip install --quiet --editable '.[dev,cuda]'
+	@$(BIN)/python -c 'import cuda.pathfinder, pynvml' || $(BIN)/python -m pip install --quiet --editable '.[dev,cuda]'
 	$(BIN)/python benchmarks/cuda_all.py --json benchmarks/results/cuda-all.json
 
 lint: $(VENV)/.dev ## ruff, import contracts

@@ -2,7 +2,7 @@
 
 `busy` sums how long the kernels ran; a kernel may start before its predecessor has ended, so `step`, the
 time by which each kernel moved the end of all work, is what adds up to the step. GB/s counts packed weights. Run on a
-machine with an NVIDIA GPU:
+machine with an NVIDIA GPU, torch installed for its profiler:
 
     PYTHONPATH=proto:coordinator:rpc_worker:kernels:tests python benchmarks/cuda_profile.py --model qwen7b
 """

@@ -29,6 +29,8 @@ PROGRAMS = (
     program("expert_rows.cu", "expert_gated", COLUMN_TILES=2, **LINEAR),
     program("expert_dense.cu", "expert_gated"),
     program("dequantise.cu", "dequantise", FORMAT="Q5_K"),
+    program("repack.cu", "repack", FORMAT="Q3_K"),
+    program("repack.cu", "repack", FORMAT="Q6_K"),
     program("dense.cu", "linear", ELEMENT=2, COLUMNS=4),
     program("rows.cu", "finish"),
     program("sample.cu", "sample"),

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from lamina.kernels.backend import GraphError
+from lamina.kernels.cuda import card as card_module
 from lamina.kernels.cuda import driver as driver_module
-from lamina.kernels.cuda.driver import CudaError, Driver, declared
+from lamina.kernels.cuda.driver import Driver
+from lamina.kernels.cuda.libcuda import CudaError, declared
 from lamina.spec.errors import CapacityExceeded
 
 TEMPLATE, EXECUTABLE, EVENT = 0x1000, 0x2000, 0x3000
@@ -148,7 +150,8 @@ def test_copies_name_their_ends_and_the_stream() -> None:
 
 def test_every_function_is_told_what_it_takes() -> None:
     """Undeclared, ctypes would cut an address to 32 bits."""
-    called = set(re.findall(r"library\.(cu\w+)", Path(driver_module.__file__).read_text("utf-8")))
+    texts = [Path(module.__file__).read_text("utf-8") for module in (driver_module, card_module)]
+    called = {name for text in texts for name in re.findall(r"library\.(cu\w+)", text)} | {"cuGetErrorName"}
     library = declared(SimpleNamespace(**{name: SimpleNamespace() for name in called}))
     assert all(function.argtypes for function in vars(library).values())
 

@@ -4,10 +4,10 @@ import pytest
 
 from lamina.kernels.backend import Unsupported
 from lamina.kernels.buffer import DType
-from lamina.kernels.cuda.policy import GraphMode, compute_dtype, graph_policy, require_supported
+from lamina.kernels.cuda.policy import GraphMode, compile_target, compute_dtype, graph_policy, require_supported
 
-CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
-CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
+CUDA_12 = ((5, 0), (6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))  # what NVRTC knows
+CUDA_13 = ((7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (11, 0), (12, 0), (12, 1))
 
 
 @pytest.mark.parametrize(
@@ -30,37 +30,59 @@ def test_the_operator_decides(cc: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cc", "archs", "nvrtc"),
+    ("cc", "driver", "compiler"),
     [
-        ((9, 0), CU130, (13, 0)),
-        ((8, 9), CU130, (13, 0)),  # sm_86 code runs on 8.9
-        ((12, 1), CU130, (13, 2)),  # so does PTX of 12.0 on 12.1
-        ((6, 1), CU126, (12, 6)),  # the sm_60 code of cu126 serves 6.1
-        ((7, 0), CU126, (12, 9)),
+        ((6, 1), (12, 4), (12, 9)),  # a driver serves all of its major version
+        ((7, 0), (12, 9), (12, 9)),
+        ((6, 1), (13, 0), (12, 9)),
+        ((7, 5), (13, 0), (13, 0)),
+        ((9, 0), (13, 0), (13, 2)),
     ],
 )
-def test_cards_that_the_build_serves(cc: tuple[int, int], archs: tuple[str, ...], nvrtc: tuple[int, int]) -> None:
-    """B-08: machine code serves later cards of its major version, PTX all later cards."""
-    require_supported("a card", cc, archs, nvrtc)
+def test_cards_that_the_libraries_serve(
+    cc: tuple[int, int], driver: tuple[int, int], compiler: tuple[int, int]
+) -> None:
+    """B-08, C-01: Pascal and Volta by CUDA 12, Turing and later by both."""
+    require_supported("a card", cc, driver, compiler)
 
 
 @pytest.mark.parametrize(
-    ("cc", "archs", "nvrtc", "named"),
+    ("cc", "driver", "compiler", "said"),
     [
-        ((6, 1), CU130, (13, 0), "sm_75.*cu126"),
-        ((7, 0), ("sm_70",), (13, 0), "CUDA 13.0.*7.5.*cu126"),
-        ((5, 2), CU126, (12, 6), "6.1"),
-        ((10, 0), ("sm_90a",), (13, 0), "sm_90a"),
-        ((9, 0), ("sm_86", "sm_90x"), (13, 0), "sm_86"),
-        ((12, 0), ("sm_100f",), (13, 0), "sm_100f"),
+        ((6, 1), (12, 9), (13, 0), r"6\.1, the installed CUDA 13\.0 serves 7\.5 and later; .*lamina\[cuda12\]"),
+        ((7, 0), (13, 0), (13, 1), r"7\.0, the installed CUDA 13\.1 .*lamina\[cuda12\]"),
+        ((5, 2), (12, 9), (12, 9), r"5\.2; lamina needs 6\.1"),
+        ((8, 9), (12, 8), (13, 0), r"driver of a card is for CUDA 12\.8, .* of 13\.0; .*newer driver.*cuda12"),
     ],
 )
-def test_cards_that_the_build_cannot_run(
-    cc: tuple[int, int], archs: tuple[str, ...], nvrtc: tuple[int, int], named: str
+def test_cards_that_the_libraries_cannot_run(
+    cc: tuple[int, int], driver: tuple[int, int], compiler: tuple[int, int], said: str
 ) -> None:
-    """B-08: the refusal names the card's capability and what the build has; sm_90a is not forward compatible."""
-    with pytest.raises(Unsupported, match=rf"{cc[0]}\.{cc[1]}.*{named}"):
-        require_supported("a card", cc, archs, nvrtc)
+    """B-08: one line says what the card is, what is installed, and what to install."""
+    with pytest.raises(Unsupported, match=said) as refused:
+        require_supported("a card", cc, driver, compiler)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("cc", "known", "target"),
+    [
+        ((6, 1), CUDA_12, "sm_61"),
+        ((8, 9), CUDA_13, "sm_89"),
+        ((9, 0), CUDA_13, "sm_90a"),  # with wgmma, which code for plain sm_90 may not use
+        ((8, 8), CUDA_13, "sm_87"),  # machine code runs on later cards of its major version
+        ((12, 1), CUDA_12, "sm_120"),
+        ((13, 0), CUDA_13, "compute_121"),  # PTX on any later card
+    ],
+)
+def test_what_is_compiled_for(cc: tuple[int, int], known: tuple[tuple[int, int], ...], target: str) -> None:
+    """C-02: machine code for the very card wherever the compiler knows it."""
+    assert compile_target(cc, known) == target
+
+
+def test_nothing_to_compile_for() -> None:
+    with pytest.raises(Unsupported, match=r"nothing as old as compute capability 7\.0"):
+        compile_target((7, 0), CUDA_13)
 
 
 def test_arithmetic_by_generation() -> None:

@@ -9,7 +9,8 @@ import pytest
 from lamina.kernels.backend import Backend, Unsupported
 from lamina.kernels.buffer import Buffer, DType
 from lamina.kernels.cuda.backend import CudaBackend
-from lamina.kernels.cuda.driver import CudaError, Driver
+from lamina.kernels.cuda.driver import Driver
+from lamina.kernels.cuda.libcuda import CudaError
 from lamina.kernels.mock import MockBackend
 from lamina.kernels.ops import LaunchError
 from lamina.kernels.reference import ReferenceBackend

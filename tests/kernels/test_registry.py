@@ -63,10 +63,10 @@ def test_no_candidate_is_unsupported_with_reasons(monkeypatch: pytest.MonkeyPatc
     """The error names the device and every reason."""
 
     def fail(request: DeviceRequest) -> Backend:
-        raise ImportError("No module named 'torch'")
+        raise ImportError("No module named 'cuda'")
 
     monkeypatch.setattr(registry, "_CANDIDATES", (Candidate("cuda", "cuda", 0, fail),))
-    with pytest.raises(Unsupported, match=r"cuda:1 cannot be served here \(cuda: No module named 'torch'\)"):
+    with pytest.raises(Unsupported, match=r"cuda:1 cannot be served here \(cuda: No module named 'cuda'\)"):
         select_backend("cuda:1")
 
 
@@ -78,6 +78,6 @@ def test_unknown_devices_are_refused(device: str) -> None:
 
 
 def test_a_card_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lamina.kernels.cuda.torch_device", None)
+    monkeypatch.setitem(sys.modules, "lamina.kernels.cuda.toolkit", None)
     with pytest.raises(Unsupported, match=r"device cuda cannot be served.*pip install 'lamina\[cuda\]'"):
         select_backend("cuda")

@@ -13,9 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -121,7 +119,6 @@ class EmulatedDevice:
     name = "emulated GPU"
     num_multiprocessors = 4
     uuid = ""
-    arrays: ModuleType = np
     _GUARD = 256
 
     def __init__(self, compute_capability: tuple[int, int] = (9, 0)) -> None:
@@ -184,16 +181,6 @@ class EmulatedDevice:
         assert isinstance(owner, EmulatedDevice)
         assert owner is not self
         self._view(target)[...] = owner._view(source)
-
-    def computing(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def array(self, values: Bytes) -> Any:
-        return values
-
-    def store(self, memory: Memory, offset: int, array: Any) -> None:
-        flat = np.ascontiguousarray(array).reshape(1, -1)
-        self.upload(Span(memory, offset, 1, flat.size, flat.size), flat)
 
     def prepare(self, programs: Sequence[Program]) -> None:
         for program in programs:

@@ -70,7 +70,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedDevice]:
 
     def open_device(index: int) -> EmulatedDevice:
         if index >= len(found):
-            raise Unsupported(f"cuda:{index} is not there: torch sees {len(found)} GPUs")
+            raise Unsupported(f"cuda:{index} is not there: the NVIDIA driver shows {len(found)} GPUs")
         return found[index]
 
     monkeypatch.setattr(cuda_backend, "open_device", open_device)
@@ -114,7 +114,7 @@ def test_a_card_that_is_not_there(cards: list[EmulatedDevice], num_cards: int, g
         async with running_worker("a", parse_devices(tuple(given.split()))):
             raise AssertionError("it started")
 
-    with pytest.raises(Unsupported, match=rf"cuda:{num_cards} is not there: torch sees {num_cards} GPUs"):
+    with pytest.raises(Unsupported, match=rf"cuda:{num_cards} is not there: the NVIDIA driver shows {num_cards} GPUs"):
         asyncio.run(scene())
 
 

@@ -131,7 +131,7 @@ def test_recordings_are_bounded_in_bytes() -> None:
     assert (cache.counts.held, cache.counts.held_bytes, backend.live) == (0, 0, {})
 
 
-@pytest.mark.parametrize("error", [GraphError("broken"), RuntimeError("torch says no")])
+@pytest.mark.parametrize("error", [GraphError("broken"), RuntimeError("the driver says no")])
 def test_a_capture_that_fails_costs_the_recording_not_the_step(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:

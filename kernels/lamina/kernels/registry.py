@@ -100,7 +100,7 @@ def create_backend(
 def present_devices() -> tuple[str, ...]:
     """The CPU and every GPU of this machine; without the `cuda` extra there is none."""
     try:
-        num_gpus = cast(int, import_module("lamina.kernels.cuda.torch_device").num_devices())
+        num_gpus = cast(int, import_module("lamina.kernels.cuda.toolkit").num_devices())
     except ImportError:
         num_gpus = 0
     return ("cpu", *(f"cuda:{index}" for index in range(num_gpus)))

@@ -1,7 +1,7 @@
 """The CUDA backend: memory, weights and caches on one GPU, ops planned as kernel calls, steps captured as graphs.
 
 Owns the glue between the Backend contract, the planner (which calls an op becomes) and the device (how calls run).
-Knows neither torch nor cupy: `open_device` imports them when a card is asked for. One compute thread.
+What a real card needs is imported when one is asked for, by `open_device`. One compute thread.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -51,10 +51,11 @@ class CudaEvent(Event):
 
 
 def open_device(index: int) -> Device:
-    """The index-th GPU. Raises ImportError without torch and cupy, Unsupported for a card they cannot run."""
-    from lamina.kernels.cuda.torch_device import TorchDevice
+    """The index-th GPU. Raises ImportError without the `cuda` extra, Unsupported for a card that it cannot run."""
+    from lamina.kernels.cuda import toolkit
+    from lamina.kernels.cuda.cuda_device import CudaDevice
 
-    return TorchDevice(index)
+    return CudaDevice(index, toolkit.load_libraries(), toolkit.kernel_folder())
 
 
 class CudaBackend(LedgerBackend):

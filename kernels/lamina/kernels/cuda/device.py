@@ -1,13 +1,10 @@
 """What the backend needs of a GPU: memory by address, kernels, matrix products, capture, events. A narrow waist.
 
-`TorchDevice` implements it on a real card; tests implement it on the host and run the very same kernels there.
-Nothing here imports torch or cupy.
+`CudaDevice` implements it on a real card; tests implement it on the host and run the very same kernels there.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,11 +19,11 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """A zeroed allocation of the device: where it starts and how long it is; `handle` keeps it alive."""
+    """A zeroed allocation of the device: where it starts and how long it is; `handle` is the device's own."""
 
     address: int
     num_bytes: int
-    handle: Any = field(repr=False)
+    handle: Any = field(default=None, repr=False)
 
 
 class Span(NamedTuple):
@@ -37,6 +34,14 @@ class Span(NamedTuple):
     num_rows: int
     row_bytes: int
     pitch_bytes: int
+
+    @property
+    def address(self) -> int:
+        return self.memory.address + self.offset
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_rows, self.row_bytes
 
     @property
     def contiguous(self) -> bool:
@@ -109,7 +114,6 @@ class Device(Protocol):
     compute_capability: ComputeCapability
     num_multiprocessors: int
     uuid: str  # of the card; "" where nobody could look it up
-    arrays: ModuleType  # numpy or torch: what `repack` computes with
 
     def memory_bytes(self) -> tuple[int, int]:
         """(free, total) bytes now."""
@@ -137,15 +141,6 @@ class Device(Protocol):
 
     def copy_from(self, owner: "Device", source: Span, target: Span) -> None:
         """From another device's memory, in the order of this one's stream; same number of rows and bytes."""
-
-    def computing(self) -> AbstractContextManager[Any]:
-        """Inside it, what is computed with `arrays` is part of the stream's order."""
-
-    def array(self, values: Bytes) -> Any:
-        """A host array as an array of `arrays` on the device."""
-
-    def store(self, memory: Memory, offset: int, array: Any) -> None:
-        """The bytes of such an array into a memory."""
 
     def prepare(self, programs: Sequence[Program]) -> None:
         """Compile and load, so that running them needs no compiler and no allocation."""

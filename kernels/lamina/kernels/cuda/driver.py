@@ -1,56 +1,22 @@
-"""Calls of the CUDA driver through ctypes: what torch and cupy do not offer, and what every step does.
+"""What happens on a stream of a GPU, by the CUDA driver: launches, copies, events, captures. Owns no memory, no stream.
 
-Programmatic dependent launch needs cuLaunchKernelEx; capture by hand keeps graphs free of torch's memory pools and lets
-them be destroyed at a known time. Copies and events are cheaper from here than through torch. Owns no memory and no
-stream.
+Programmatic dependent launch needs cuLaunchKernelEx; graphs captured by hand can be destroyed at a known time.
 """
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from lamina.kernels.backend import GraphError
-from lamina.spec.errors import CapacityExceeded, LaminaError
+from lamina.kernels.cuda.libcuda import error_name, require
 
-_OUT_OF_MEMORY = 2  # others have taken what the driver needed
 _NOT_READY = 600
 _PEER_ACCESS_ALREADY_ENABLED = 704
 _CAPTURE_THREAD_LOCAL = 1  # other threads may allocate and synchronise during a capture
 _ATTRIBUTE_DEPENDENT_LAUNCH = 6
 _FUNCTION_MAX_DYNAMIC_SHARED = 8
 _EVENT_DISABLE_TIMING = 2
-
-_pointer, _address, _size = ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_size_t
-# Declared types convert Python's integers, at their full width, faster than an object made for each would be.
-_ARGUMENTS: dict[str, tuple[type[Any], ...]] = {
-    "cuLaunchKernelEx": (_pointer, _pointer, _pointer, _pointer),
-    "cuFuncSetAttribute": (_pointer, ctypes.c_int, ctypes.c_int),
-    "cuMemcpyHtoDAsync_v2": (_address, _pointer, _size, _pointer),
-    "cuMemcpyDtoHAsync_v2": (_pointer, _address, _size, _pointer),
-    "cuMemcpyDtoDAsync_v2": (_address, _address, _size, _pointer),
-    "cuMemcpyPeerAsync": (_address, _pointer, _address, _pointer, _size, _pointer),
-    "cuCtxEnablePeerAccess": (_pointer, ctypes.c_uint),
-    "cuCtxDisablePeerAccess": (_pointer,),
-    "cuStreamGetCtx": (_pointer, _pointer),
-    "cuStreamBeginCapture_v2": (_pointer, ctypes.c_int),
-    "cuStreamEndCapture": (_pointer, _pointer),
-    "cuStreamWaitEvent": (_pointer, _pointer, ctypes.c_uint),
-    "cuGraphInstantiateWithFlags": (_pointer, _pointer, _address),
-    "cuGraphLaunch": (_pointer, _pointer),
-    "cuGraphDestroy": (_pointer,),
-    "cuGraphExecDestroy": (_pointer,),
-    "cuEventCreate": (_pointer, ctypes.c_uint),
-    "cuEventRecord": (_pointer, _pointer),
-    "cuEventQuery": (_pointer,),
-    "cuEventSynchronize": (_pointer,),
-    "cuEventElapsedTime": (_pointer, _pointer, _pointer),
-    "cuEventDestroy_v2": (_pointer,),
-    "cuGetErrorName": (ctypes.c_int, _pointer),
-}
-
-
-class CudaError(LaminaError):
-    """A call of the CUDA driver failed."""
+_IN_HOST_MEMORY, _IN_DEVICE_MEMORY = 1, 2
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -68,20 +34,45 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
-def load_driver() -> Any:
-    """The driver's library. Raises OSError where there is no NVIDIA driver."""
-    return declared(ctypes.CDLL("libcuda.so.1"))
+class Rows(NamedTuple):
+    """Where rows lie, `pitch_bytes` apart: in the device's memory, or in the host's."""
+
+    address: int
+    pitch_bytes: int
+    on_host: bool = False
 
 
-def declared(library: Any) -> Any:
-    """The library, its functions told what they take."""
-    for name, arguments in _ARGUMENTS.items():
-        getattr(library, name).argtypes = arguments
-    return library
+class _Place(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_size_t),
+        ("y", ctypes.c_size_t),
+        ("memory_type", ctypes.c_int),
+        ("host", ctypes.c_void_p),
+        ("device", ctypes.c_ulonglong),
+        ("array", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t),
+    )
+
+
+class _RowsCopy(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("source", _Place),
+        ("target", _Place),
+        ("row_bytes", ctypes.c_size_t),
+        ("num_rows", ctypes.c_size_t),
+    )
+
+
+def _place(rows: Rows) -> _Place:
+    if rows.on_host:
+        return _Place(memory_type=_IN_HOST_MEMORY, host=rows.address, pitch=rows.pitch_bytes)
+    return _Place(memory_type=_IN_DEVICE_MEMORY, device=rows.address, pitch=rows.pitch_bytes)
 
 
 class Driver:
-    """Calls on one stream. `library` is `declared`, or what a test puts in its place."""
+    """Calls on one stream. `library` is `libcuda.load_driver`'s, or what a test puts in its place."""
 
     def __init__(self, library: Any, stream: int, *, dependent_launch: bool) -> None:
         self._library = library
@@ -123,6 +114,19 @@ class Driver:
         """Within the device, in stream order."""
         status = self._library.cuMemcpyDtoDAsync_v2(target, source, num_bytes, self._stream)
         self._require(status, "a copy")
+
+    def copy_rows(self, source: Rows, target: Rows, num_rows: int, row_bytes: int) -> None:
+        """In stream order; between page-locked host memory and the device, or within the device."""
+        copy = _RowsCopy(_place(source), _place(target), row_bytes, num_rows)
+        self._require(self._library.cuMemcpy2DAsync_v2(ctypes.byref(copy), self._stream), "a copy of rows")
+
+    def zero(self, address: int, num_bytes: int) -> None:
+        """Zero bytes of the device's memory, in stream order."""
+        self._require(self._library.cuMemsetD8Async(address, 0, num_bytes, self._stream), "zeroing memory")
+
+    def synchronize(self) -> None:
+        """Block the calling thread until what was launched is done."""
+        self._require(self._library.cuStreamSynchronize(self._stream), "a step")
 
     def copy_from(self, owner: "Driver", source: int, target: int, num_bytes: int) -> None:
         """From the memory of another device's driver, in the order of this one's stream.
@@ -220,15 +224,11 @@ class Driver:
             self._library.cuGraphDestroy(template)
 
     def _require(self, status: int, what: str) -> None:
-        if status == _OUT_OF_MEMORY:
-            raise CapacityExceeded(f"cuda: no memory is left for {what}")
         if status:
-            raise CudaError(f"cuda: {what} failed: {self._name(status)}")
+            require(self._library, status, what)
 
     def _name(self, status: int) -> str:
-        name = ctypes.c_char_p()
-        self._library.cuGetErrorName(status, ctypes.byref(name))
-        return (name.value or b"").decode() or f"error {status}"
+        return error_name(self._library, status)
 
 
 class DriverTransfer:

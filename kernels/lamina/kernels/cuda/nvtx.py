@@ -1,4 +1,4 @@
-"""NVTX ranges with colours, as Nsight Systems shows them, through cupy."""
+"""NVTX ranges with colours, as Nsight Systems shows them, through cupy: for whoever has it installed beside."""
 
 from importlib import import_module
 from typing import Any

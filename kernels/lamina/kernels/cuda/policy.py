@@ -1,20 +1,23 @@
 """What a card may do, decided from its compute capability alone: build, arithmetic, KV dtypes, graphs. Pure.
 
-Knows no torch and touches no device, so every rule is tested without a GPU.
+Touches no device, so every rule is tested without a GPU.
 """
 
-import re
 from collections.abc import Iterable
 
 from lamina.kernels.backend import GraphDecision, GraphMode, Unsupported
 from lamina.kernels.buffer import DType
 
 ComputeCapability = tuple[int, int]
+Version = tuple[int, int]
 
 OLDEST: ComputeCapability = (6, 1)  # dp4a
 BYTE_MMA: ComputeCapability = (7, 5)
 HALF_MMA: ComputeCapability = (8, 0)
 DEPENDENT_LAUNCH: ComputeCapability = (9, 0)
+HOPPER: ComputeCapability = (9, 0)  # wgmma, in code for sm_90a alone
+OLDEST_OF_CUDA_13: ComputeCapability = (7, 5)
+_ADVICE = "pip install 'lamina[cuda12]'"
 
 
 def graph_policy(cc: ComputeCapability, worker: GraphMode, cluster: GraphMode = GraphMode.AUTO) -> GraphDecision:
@@ -60,39 +63,38 @@ def free_bytes(driver_bytes: int, host_available_bytes: int | None) -> int:
     return driver_bytes if host_available_bytes is None else max(driver_bytes, host_available_bytes)
 
 
-def require_supported(
-    device: str, cc: ComputeCapability, torch_archs: Iterable[str], nvrtc_version: tuple[int, int]
-) -> None:
-    """Raise Unsupported, naming the card's capability and the build's, unless this build can run the card (B-08)."""
-    name = f"{device} has compute capability {cc[0]}.{cc[1]}"
-    if cc < OLDEST:
-        raise Unsupported(f"{name}; lamina needs {OLDEST[0]}.{OLDEST[1]} or later")
-    archs = tuple(torch_archs)
-    if not any(_arch_serves(arch, cc) for arch in archs):
-        raise Unsupported(f"{name}, the installed torch is built for {', '.join(archs)}; install {wheel_for(cc)}")
-    if nvrtc_version >= (13, 0) and cc < (7, 5):
-        version = ".".join(map(str, nvrtc_version))
-        raise Unsupported(f"{name}, the installed CUDA {version} compiles for 7.5 and later; install {wheel_for(cc)}")
+def require_supported(device: str, cc: ComputeCapability, driver: Version, compiler: Version) -> None:
+    """Raise Unsupported, saying what to install, unless a CUDA toolkit of this version can run the card (B-08).
 
-
-def wheel_for(cc: ComputeCapability) -> str:
-    """The packages that serve a card, as one would install them."""
-    if cc < (7, 5):
-        return "torch (index .../whl/cu126) and cupy-cuda12x"
-    return "torch (index .../whl/cu130) and cupy-cuda13x"
-
-
-def _arch_serves(arch: str, cc: ComputeCapability) -> bool:
-    """Whether code for `arch` runs on `cc`: machine code within its major version, PTX on anything later.
-
-    Architecture-specific code (sm_90a) runs on exactly its own card; family code (sm_100f) within its major version.
+    `driver` is the newest CUDA that the driver understands, `compiler` NVRTC's version.
     """
-    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
-    if match is None:
-        return False
-    kind, built, suffix = match[1], (int(match[2]), int(match[3])), match[4]
-    if suffix == "a":
-        return built == cc
-    if kind == "compute" and not suffix:
-        return built <= cc
-    return built[0] == cc[0] and built <= cc
+    name = f"{device} has compute capability {_dotted(cc)}"
+    if cc < OLDEST:
+        raise Unsupported(f"{name}; lamina needs {_dotted(OLDEST)} or later")
+    if compiler[0] >= 13 and cc < OLDEST_OF_CUDA_13:
+        oldest = _dotted(OLDEST_OF_CUDA_13)
+        raise Unsupported(f"{name}, the installed CUDA {_dotted(compiler)} serves {oldest} and later; {_ADVICE}")
+    if driver[0] < compiler[0]:
+        raise Unsupported(
+            f"the driver of {device} is for CUDA {_dotted(driver)}, the installed libraries are of {_dotted(compiler)};"
+            f" install a newer driver, or: {_ADVICE}"
+        )
+
+
+def compile_target(cc: ComputeCapability, known: Iterable[ComputeCapability]) -> str:
+    """What to compile for: the very card, if the compiler knows it, with all that only such cards have (sm_90a).
+
+    Else the newest known one of its major version, whose machine code it runs, or the newest before it as PTX, which
+    the driver translates. Raises Unsupported for a card older than all.
+    """
+    older = sorted(each for each in known if each <= cc)
+    if not older:
+        raise Unsupported(f"the installed CUDA compiles for nothing as old as compute capability {_dotted(cc)}")
+    newest = older[-1]
+    if newest[0] != cc[0]:
+        return f"compute_{newest[0]}{newest[1]}"
+    return f"sm_{newest[0]}{newest[1]}{'a' if newest == cc == HOPPER else ''}"
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

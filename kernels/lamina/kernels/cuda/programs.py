@@ -1,7 +1,7 @@
 """The CUDA sources as programs: which file, which entry point, which definitions, and the types of the arguments.
 
 Owns the text of the sources (includes resolved, so that no compiler needs a search path) and the packing of arguments.
-Knows neither torch nor a device.
+Knows no device.
 """
 
 import re
@@ -28,6 +28,7 @@ SIGNATURES: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("linear_row.cu", "linear"): _LINEAR,
     ("linear_rows.cu", "linear"): _LINEAR,
     ("linear_dp4a.cu", "linear"): _LINEAR,
+    ("repack.cu", "repack"): (*"PPPiii",),
     ("dequantise.cu", "dequantise"): (*"PPiiiiiii",),
     ("dequantise.cu", "embed"): (*"PPPPiiiiiiif",),
     ("dense.cu", "linear"): (*"PiiPiiPPiiP",),

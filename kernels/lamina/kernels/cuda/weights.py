@@ -12,14 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.kernels.buffer import HostTensor
-from lamina.kernels.cuda.device import Device, Memory, Span
+from lamina.kernels.cuda.device import Device, KernelCall, Memory, Span
 from lamina.kernels.cuda.formats import CHUNK_COLUMNS, DENSE_TYPES, GROUP_ROWS, PACKED_FORMATS, PackedFormat
-from lamina.kernels.cuda.repack import interleave, padded_rows, repack
+from lamina.kernels.cuda.programs import program
 from lamina.kernels.quant.dequantize import dequantize
-from lamina.spec.quant import GgmlType
+from lamina.spec.quant import GgmlType, quant_format
 
 _ALIGNMENT = 256
-_RAW_CHUNK_BYTES = 32 << 20  # unpacking takes temporaries several times this
+_RAW_CHUNK_BYTES = 32 << 20  # of a checkpoint's blocks on the device at a time
+_WARPS = 8  # of a block of repack.cu
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +132,14 @@ def store_weight(
     device: Device, weight: CudaWeight, tensors: Sequence[HostTensor], bias: NDArray[np.float32] | None
 ) -> None:
     """Unpack the checkpoint's blocks into the weight's memory."""
-    with device.computing():
-        for part, run in zip(weight.parts, _runs(tensors), strict=True):
-            if isinstance(part, DensePart):
-                _store_dense(device, weight.memory, part, run)
-            elif part.half:
-                _store_paired(device, weight.memory, part, run)
-            else:
-                _store_packed(device, weight.memory, part, run)
+    for part, run in zip(weight.parts, _runs(tensors), strict=True):
+        if isinstance(part, DensePart):
+            _store_dense(device, weight.memory, part, run)
+        elif part.half:
+            _store_packed(device, weight.memory, part, [tensor.data for tensor in run])
+        else:
+            whole = run[0].data if len(run) == 1 else np.concatenate([tensor.data for tensor in run])
+            _store_packed(device, weight.memory, part, [whole])
     if bias is not None and weight.bias_offset is not None:
         values = np.ascontiguousarray(bias, np.float32).view(np.uint8).reshape(1, -1)
         device.upload(Span(weight.memory, weight.bias_offset, 1, values.size, values.size), values)
@@ -171,21 +172,27 @@ def _row_chunks(num_rows: int, row_bytes: int, multiple: int) -> Iterator[tuple[
         yield start, min(start + step, num_rows)
 
 
-def _store_packed(device: Device, memory: Memory, part: PackedPart, run: list[HostTensor]) -> None:
-    xp = device.arrays
-    raw = run[0].data if len(run) == 1 else np.concatenate([tensor.data for tensor in run])
-    for start, stop in _row_chunks(part.rows, raw.shape[1], GROUP_ROWS):
-        rows = padded_rows(xp, device.array(raw[start:stop]), GROUP_ROWS)
-        offset = part.offset + start // GROUP_ROWS * part.format.group_bytes(part.columns)
-        device.store(memory, offset, repack(xp, rows, part.format))
-
-
-def _store_paired(device: Device, memory: Memory, part: PackedPart, run: list[HostTensor]) -> None:
-    xp = device.arrays
-    for start, stop in _row_chunks(part.half, run[0].data.shape[1], 8):
-        gate, up = (padded_rows(xp, device.array(tensor.data[start:stop]), 8) for tensor in run)
-        offset = part.offset + start // 8 * part.format.group_bytes(part.columns)
-        device.store(memory, offset, repack(xp, interleave(xp, gate, up), part.format))
+def _store_packed(device: Device, memory: Memory, part: PackedPart, matrices: Sequence[NDArray[np.uint8]]) -> None:
+    """Blocks of one matrix, or of two of as many rows to be interleaved, to packed units."""
+    num_rows, row_bytes = matrices[0].shape
+    num_blocks = row_bytes // quant_format(part.format.type, part.format.name).block_bytes
+    group_rows = GROUP_ROWS // len(matrices)
+    chunks = list(_row_chunks(num_rows, row_bytes, group_rows))
+    chunk_bytes = (chunks[0][1] - chunks[0][0]) * row_bytes
+    staging = device.allocate(len(matrices) * chunk_bytes)
+    try:
+        for start, stop in chunks:
+            places = [staging.address + i * chunk_bytes for i in range(len(matrices))]
+            for i, matrix in enumerate(matrices):
+                device.upload(Span(staging, i * chunk_bytes, stop - start, row_bytes, row_bytes), matrix[start:stop])
+            num_groups = -(-(stop - start) // group_rows)
+            num_warps = num_groups * part.num_chunks
+            target = memory.address + part.offset + start // group_rows * part.format.group_bytes(part.columns)
+            args = (places[0], places[1] if len(places) > 1 else 0, target, stop - start, num_blocks, num_groups)
+            entry = program("repack.cu", "repack", FORMAT=part.format.name)
+            device.run(KernelCall(entry, (-(-num_warps // _WARPS), 1, 1), 32 * _WARPS, args))
+    finally:
+        device.release(staging)
 
 
 def _store_dense(device: Device, memory: Memory, part: DensePart, run: list[HostTensor]) -> None:

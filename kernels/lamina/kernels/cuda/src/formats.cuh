@@ -1,4 +1,4 @@
-// How packed weights lie in memory, and how a warp turns them into int8 fragments (the Python twin is repack.py).
+// How packed weights lie in memory, and how a warp turns them into int8 fragments.
 //
 // A unit is 16 rows x CHUNKS * 64 columns, stored as contiguous planes: codes, then scales. Units of a group of 16 rows
 // follow each other along the columns. Of a chunk of 64 columns, lane 4 g + t holds rows g and g + 8, and per block of
