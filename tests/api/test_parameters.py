@@ -220,8 +220,9 @@ def test_a_prompt_beyond_the_context_is_a_400(api: Api, route: str) -> None:
     body = {"messages": [{"role": "user", "content": long}]} if "chat" in route else {"prompt": long}
     response = api.post(route, body)
     assert response.status_code == 400
-    assert response.json()["error"]["code"] == "context_length_exceeded"
-    assert response.json()["error"]["message"].endswith(
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", next(iter(body)))
+    assert error["message"].endswith(
         "the context here is 256: shorten it; it is served with --context 256, the model allows 512"
     )
 
@@ -232,3 +233,16 @@ def test_a_prompt_that_leaves_room_for_one_token_is_served(api: Api) -> None:
     answer = api.complete(prompt=[5] * 255, max_tokens=100).json()
     assert answer["usage"]["completion_tokens"] == 1
     assert answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("max_tokens", [255, 10**6, 2**80])
+def test_more_tokens_than_the_context_leaves_are_not_an_error(api: Api, max_tokens: int) -> None:
+    """A-43: many clients always ask for as many as some model could give. The answer says that it was cut."""
+    answers = [
+        api.complete(max_tokens=max_tokens, ignore_eos=True).json(),
+        api.chat(max_tokens=max_tokens, ignore_eos=True).json(),
+        api.chat(max_completion_tokens=max_tokens, ignore_eos=True).json(),
+    ]
+    for answer in answers:
+        assert answer["usage"]["total_tokens"] == 256
+        assert answer["choices"][0]["finish_reason"] == "length"

@@ -77,6 +77,7 @@ def chat_request(body: ChatParameters, model: ServedModel) -> GenerationRequest:
             **_shared(body, model, num_logprobs=(body.top_logprobs or 0) if body.logprobs else -1),
         ),
         model,
+        "messages",
     )
 
 
@@ -98,6 +99,7 @@ def completion_request(body: CompletionParameters, model: ServedModel) -> Genera
             **_shared(body, model, num_logprobs=-1 if body.logprobs is None else body.logprobs),
         ),
         model,
+        "prompt",
     )
 
 
@@ -162,8 +164,8 @@ def _shared(body: GenerationParameters, model: ServedModel, num_logprobs: int) -
     }
 
 
-def _limited(request: GenerationRequest, model: ServedModel) -> GenerationRequest:
-    """The request, unless a prompt leaves no room for a token."""
+def _limited(request: GenerationRequest, model: ServedModel, param: str) -> GenerationRequest:
+    """The request, unless a prompt leaves no room for a token. The service cuts max_tokens to the room."""
     longest = max(map(len, request.prompts))
     if longest >= model.max_context:
         could_be = f"; it is served with --context {model.max_context}, the model allows {model.model_context}"
@@ -172,7 +174,7 @@ def _limited(request: GenerationRequest, model: ServedModel) -> GenerationReques
             f"the prompt has {longest} tokens, the context here is {model.max_context}: shorten it"
             f"{could_be if model.max_context < model.model_context else ''}",
             code="context_length_exceeded",
-            param="messages" if request.make_tool_parser else None,
+            param=param,
         )
     return request
 
