@@ -271,6 +271,15 @@ inline void __threadfence() {}
 inline void __syncwarp() { emulator::warp_operation(nullptr, [](void**) {}); }
 template <class T> T __shfl_xor_sync(u32, T value, int mask) { return emulator::shuffle(value, (emulator::current % 32) ^ mask); }
 template <class T> T __shfl_sync(u32, T value, int source) { return emulator::shuffle(value, source); }
+inline int __any_sync(u32, bool value) {
+    struct Lane { bool value; int result; } lane{value, 0};
+    emulator::warp_operation(&lane, [](void** all) {
+        int result = 0;
+        for (int i = 0; i < 32; i++) result |= static_cast<Lane*>(all[i])->value;
+        for (int i = 0; i < 32; i++) static_cast<Lane*>(all[i])->result = result;
+    });
+    return lane.result;
+}
 template <class T> T atomicAdd(T* at, T value) { T old = *at; *at += value; return old; }
 template <class T> T atomicMax(T* at, T value) { T old = *at; *at = max(old, value); return old; }
 template <class T> T atomicOr(T* at, T value) { T old = *at; *at |= value; return old; }
@@ -279,6 +288,7 @@ template <class T> T atomicExch(T* at, T value) { T old = *at; *at = value; retu
 inline float __uint_as_float(u32 bits) { float value; std::memcpy(&value, &bits, 4); return value; }
 inline u32 __float_as_uint(float value) { u32 bits; std::memcpy(&bits, &value, 4); return bits; }
 inline int __float2int_rn(float value) { return static_cast<int>(std::nearbyint(value)); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float value) { return 1.f / std::sqrt(value); }
 inline float fast_exp2(float value) { return std::exp2(value); }
 

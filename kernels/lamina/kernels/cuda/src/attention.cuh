@@ -19,17 +19,18 @@ struct Attention {
     float scale, softcap;
 };
 
-// tanh by 2^x, to 2e-7: tanhf would fill the instruction cache, and what caps scores by it needs no more.
+// tanh by 2^x, to 2e-7: tanhf, and exact division, would fill the instruction cache, and what caps
+// scores by it needs no more.
 DEVICE float small_tanh(float x) {
     const float power = fast_exp2(2.f * LOG2_E * fminf(x, 20.f));
-    return 1.f - 2.f / (power + 1.f);
+    return 1.f - __fdividef(2.f, power + 1.f);
 }
 
 // What queries are multiplied by before they meet keys: scores are then log2-scaled, unless they are capped first.
 DEVICE float query_scale(const Attention& p) { return p.softcap > 0.f ? p.scale : p.scale * LOG2_E; }
 
 // The log2-scaled score of a product with such a query, where scores are capped; the softmax works with 2^x.
-DEVICE float capped(const Attention& p, float dot) { return p.softcap * LOG2_E * small_tanh(dot / p.softcap); }
+DEVICE float capped(const Attention& p, float dot) { return p.softcap * LOG2_E * small_tanh(__fdividef(dot, p.softcap)); }
 
 DEVICE bool visible(const Attention& p, int key, int position) {
     return key <= position && (p.window <= 0 || position - key < p.window);
