@@ -55,6 +55,7 @@ async def running_worker(
     devices: tuple[str, ...] = ("reference",),
     max_memory_bytes: int | None = None,
     model_folders: tuple[Path, ...] = (),
+    edge_port: int | None = 0,
 ) -> AsyncIterator[Daemon]:
     """A worker on a free loopback port. Stopping it a second time does nothing."""
     settings = WorkerSettings(
@@ -64,6 +65,7 @@ async def running_worker(
         num_threads=1,
         max_memory_bytes=max_memory_bytes,
         model_folders=model_folders,
+        edge_port=edge_port,
     )
     daemon = await Daemon.start(settings)
     try:

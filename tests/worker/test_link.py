@@ -7,8 +7,10 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from lamina.rpc_worker.link import GrpcLink
+from lamina.rpc_worker.link import RemoteLink
 from lamina.spec.errors import LaminaError, WorkerLost
+from lamina.spec.ids import Epoch, StepId
+from lamina.spec.step import StepDone
 
 
 class Call:
@@ -41,10 +43,10 @@ def test_a_fault_of_a_task_loses_the_edge(broken: str) -> None:
 
     async def scene() -> None:
         lost: list[LaminaError] = []
-        link = GrpcLink(cast(grpc.aio.Channel, Channel()), cast(Any, Call(broken)), "stage 1 at h:1", lost.append)
+        link = RemoteLink(cast(grpc.aio.Channel, Channel()), cast(Any, Call(broken)), "stage 1 at h:1", lost.append)
         task: Callable[[], Awaitable[None]] = link._write if broken == "write" else link._watch
         link._tasks = [asyncio.create_task(cast(Any, task()))]
-        link.send(b"frame")
+        link.take_done(StepDone(Epoch(1), StepId(0), ()))
         async with asyncio.timeout(5):
             while not lost:
                 await asyncio.sleep(0)

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from lamina.kernels.registry import present_devices
-from lamina.rpc_worker.checkup import run_checkup
 from lamina.rpc_worker.daemon import run_worker
 from lamina.rpc_worker.numerics import COMPUTE_DTYPES
 from lamina.rpc_worker.settings import WorkerSettings, parse_devices, parse_edge_port
@@ -139,6 +138,8 @@ def worker(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     if self_test or explain:
+        from lamina.rpc_worker.checkup import run_checkup  # a worker starts without the reference, gguf and tables
+
         names = settings.devices if device else present_devices()
         raise typer.Exit(run_checkup(settings, names, model, test=self_test, as_json=as_json))
     run(run_worker(settings))

@@ -36,6 +36,10 @@ _NUM_PINGS = 5
 _NOTHING = memoryview(b"")
 
 
+def _nobody_asks(reason: str) -> None:
+    pass
+
+
 class NoDirect(Exception):
     """There is no direct connection, for a reason that a person can do something about."""
 
@@ -146,17 +150,13 @@ class DirectSender:
         if reason:
             self._on_broken(reason)
 
-    def break_off(self) -> None:
-        """Send nothing more."""
-        with self._changed:
-            self._is_broken = True
-
     def close(self) -> None:
         """End the connection, whatever waits; the writer's thread ends with it."""
         with self._changed:
             if self._is_closed:
                 return
             self._is_broken = self._is_closed = True
+            self._on_broken = _nobody_asks  # a circle: the link, and its channel, would wait for garbage collection
             with suppress(OSError):  # it may be gone already
                 self._connection.shutdown(socket.SHUT_RDWR)  # wakes a writer that is sending
             self._changed.notify()

@@ -161,9 +161,10 @@ class RemoteLink:
         self._closed = True
         self._close_direct()
         self._call.cancel()
-        for task in self._tasks:
+        tasks, self._tasks = self._tasks, []  # their tracebacks hold this link, and the channel's connection with it
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._channel.close()
 
     def _queue_frame(self, plan: StepPlan, hidden: NDArray[np.float32]) -> None:

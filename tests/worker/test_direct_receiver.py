@@ -1,0 +1,292 @@
+"""The receiving end of direct connections: keys, limits, what is checked before it is read, how it ends."""
+
+import asyncio
+import logging
+import random
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lamina.rpc_worker import direct_listener
+from lamina.rpc_worker.direct_listener import DirectListener, Offer
+from lamina.rpc_worker.direct_sender import dial
+from lamina.spec.address import Address
+from lamina.spec.errors import InvalidConfig, InvalidPlan, LaminaError, StaleEpoch, WorkerLost
+from lamina.v1 import step_pb2 as pb
+from lamina.wire.direct import KEY_BYTES, MAGIC, MAX_HEAD_BYTES, MAX_PING_BYTES, beginning, preface
+from lamina.wire.frames import MAX_PAYLOAD_BYTES, Frame
+from support.loopback import eventually, run_scene
+
+
+class Taker:
+    """A stage that takes frames of epoch 1, and remembers what came."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.answers: list[pb.StepDone] = []
+
+    def expect_frame(self, frame: Frame) -> None:
+        assert not len(frame.payload), "not read yet"
+        if frame.epoch != 1:
+            raise StaleEpoch(f"epoch {frame.epoch}")
+
+    def take_frame(self, frame: Frame) -> None:
+        assert len(frame.payload) == frame.num_bytes
+        self.frames.append(frame)
+
+    def take_answer(self, message: pb.StepDone) -> None:
+        if message.step == 13:
+            raise ValueError("unlucky")
+        self.answers.append(message)
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[DirectListener]:
+    listener = DirectListener.open(Address("127.0.0.1", 0))
+    try:
+        yield listener
+    finally:
+        await listener.close()
+        await eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("edge")])
+
+
+@asynccontextmanager
+async def edge() -> AsyncIterator[tuple[Taker, Offer, socket.socket]]:
+    """A stage, the offer of its edge, and a connection that was accepted for it."""
+    taker = Taker()
+    async with listening() as listener:
+        with listener.offer(taker) as offer:
+            connection, _ = await dial(Address("127.0.0.1", offer.port), offer.key)
+            with connection:
+                yield taker, offer, connection
+
+
+def frame_message(payload: bytes, epoch: int = 1, step: int = 0) -> bytes:
+    frame = pb.Frame(epoch=epoch, step=step, dtype=pb.FRAME_DTYPE_F32, rows=1, hidden=len(payload) // 4)
+    return beginning(pb.FramesRequest(frame=frame).SerializeToString(), len(payload)) + payload
+
+
+def done_message(step: int = 0) -> bytes:
+    done = pb.StepDone(epoch=1, step=step, seq=[1], pos=[2], token=[3], finish=[0])
+    return beginning(pb.FramesRequest(done=done).SerializeToString(), 0)
+
+
+async def end_of(offer: Offer) -> LaminaError:
+    async with asyncio.timeout(10):
+        return await offer.ended
+
+
+def test_messages_arrive_whole_however_they_are_cut() -> None:
+    """Pieces of random sizes, from one byte to several messages."""
+
+    async def scene() -> None:
+        rng = random.Random(1)
+        async with edge() as (taker, offer, connection):
+            payloads = [rng.randbytes(4 * size) for size in (1, 5, 100, 16_383, 16_384, 60_000, 500_000, 3)]
+            stream = b"".join(frame_message(p, step=i) + done_message(i) for i, p in enumerate(payloads))
+            start = 0
+            while start < len(stream):
+                size = rng.choice([1, 7, 1000, 65_536, 300_000])
+                await asyncio.to_thread(connection.sendall, stream[start : start + size])
+                start += size
+                if size < 10:
+                    await asyncio.sleep(0.001)
+            await eventually(lambda: len(taker.answers) == len(payloads))
+            assert [bytes(frame.payload) for frame in taker.frames] == payloads
+            assert [frame.step for frame in taker.frames] == [done.step for done in taker.answers] == [*range(8)]
+            assert all(isinstance(frame.payload, np.ndarray) for frame in taker.frames)
+            assert not offer.ended.done()
+
+    run_scene(scene)
+
+
+HUGE = (MAX_HEAD_BYTES + 1).to_bytes(4, "little") + bytes(4)
+PING = pb.FramesRequest(ping=pb.Ping(id=1)).SerializeToString()
+INSIDE = pb.FramesRequest(frame=pb.Frame(epoch=1, payload=b"1234")).SerializeToString()
+REFUSED: list[tuple[str, bytes, type[LaminaError], str]] = [
+    ("a head too large", HUGE, InvalidPlan, "1048577 \\+ 0 bytes on a direct connection"),
+    ("a payload too large", beginning(b"", MAX_PAYLOAD_BYTES + 1), InvalidPlan, "67108865 bytes"),
+    ("a head that is none", beginning(b"\xff" * 9, 0), InvalidPlan, "cannot be parsed"),
+    ("no body", beginning(b"", 0), InvalidPlan, "message None is out of order"),
+    ("an answer with a payload", beginning(done_message()[8:], 4), InvalidPlan, "'done' is out of order"),
+    ("a ping too large", beginning(PING, MAX_PING_BYTES + 1), InvalidPlan, "'ping' is out of order"),
+    ("a frame that is not due, whose payload never comes", frame_message(bytes(400), epoch=2)[:40], StaleEpoch, "2"),
+    ("a frame with its payload in the head", beginning(INSIDE, 0), InvalidPlan, "'frame' is out of order"),
+    ("an opening", beginning(pb.FramesRequest(open=pb.FramesOpen()).SerializeToString(), 0), InvalidPlan, "'open'"),
+    ("a fault of ours", done_message(13), LaminaError, "ValueError: unlucky"),
+]
+
+
+@pytest.mark.parametrize(("sent", "error", "says"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_what_is_wrong_ends_the_connection_with_its_reason(sent: bytes, error: type[LaminaError], says: str) -> None:
+    """P-15: before anything is allocated for it, or waited for."""
+
+    async def scene() -> None:
+        async with edge() as (taker, offer, connection):
+            connection.sendall(sent)
+            found = await end_of(offer)
+            assert type(found) is error
+            with pytest.raises(error, match=says):
+                raise found
+            assert await asyncio.to_thread(hangs_up, connection)
+            assert taker.frames == taker.answers == []
+
+    run_scene(scene)
+
+
+def hangs_up(connection: socket.socket) -> bool:
+    connection.settimeout(5)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("cut", [0, 4, 20, 60])
+def test_a_connection_in_use_that_breaks_is_a_loss(cut: int) -> None:
+    """Between two messages as well as within one."""
+
+    async def scene() -> None:
+        async with edge() as (taker, offer, connection):
+            connection.sendall(frame_message(bytes(100)) + frame_message(bytes(100))[:cut])
+            await eventually(lambda: len(taker.frames) == 1)
+            connection.close()
+            assert isinstance(await end_of(offer), WorkerLost)
+
+    run_scene(scene)
+
+
+def test_a_connection_that_was_given_up_before_its_first_frame_is_no_loss() -> None:
+    """The sender took too long to open it, and goes on through gRPC."""
+
+    async def scene() -> None:
+        async with edge() as (_, offer, connection):
+            connection.close()
+            await eventually(lambda: not [t for t in threading.enumerate() if t.name == "edge-reader"])
+            await asyncio.sleep(0)
+            assert not offer.ended.done()
+
+    run_scene(scene)
+
+
+def test_the_end_of_the_offer_ends_the_connection() -> None:
+    async def scene() -> None:
+        taker = Taker()
+        async with listening() as listener:
+            with listener.offer(taker) as offer:
+                connection, rtt_s = await dial(Address("127.0.0.1", offer.port), offer.key)
+                assert 0 < rtt_s < 1
+                connection.sendall(frame_message(bytes(8)))
+                await eventually(lambda: len(taker.frames) == 1)
+            assert await asyncio.to_thread(hangs_up, connection)
+            connection.close()
+            await asyncio.sleep(0.01)
+            assert not offer.ended.done(), "nobody lost anything"
+
+    run_scene(scene)
+
+
+# -- who may connect
+
+
+async def is_refused(listener: DirectListener, said: bytes) -> bool:
+    def knock() -> bool:
+        with socket.create_connection(("127.0.0.1", listener.port), timeout=5) as connection:
+            connection.sendall(said)
+            return hangs_up(connection)
+
+    return await asyncio.to_thread(knock)
+
+
+def test_a_key_is_good_once_and_only_for_its_edge(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene() -> None:
+        async with listening() as listener:
+            with listener.offer(Taker()) as offer, listener.offer(Taker()) as other:
+                assert len({offer.key, other.key}) == 2
+                assert await is_refused(listener, preface(bytes(KEY_BYTES)))
+                assert await is_refused(listener, MAGIC + b"\x63" + offer.key)  # another version
+                assert await is_refused(listener, b"GET / HTTP/1.1\r\nHost: somewhere.example.org\r\n\r\n")
+                connection, _ = await dial(Address("127.0.0.1", offer.port), offer.key)
+                assert await is_refused(listener, preface(offer.key))
+                connection.close()
+            assert await is_refused(listener, preface(other.key))
+
+    run_scene(scene)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+    assert "a connection there does not know the key of an edge" in warnings[0]
+
+
+def test_those_who_say_nothing_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte a second as well: the whole preface has one deadline."""
+    monkeypatch.setattr(direct_listener, "_PREFACE_DEADLINE_S", 0.1)
+
+    async def scene() -> None:
+        async with listening() as listener:
+            for said in (b"", preface(b"")):
+                assert await is_refused(listener, said)
+
+    run_scene(scene)
+
+
+def test_a_flood_of_strangers_is_bounded_and_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_listener, "_MAX_UNDECIDED", 4)
+
+    async def scene() -> None:
+        async with listening() as listener:
+            strangers = []
+            for _ in range(40):
+                strangers.append(socket.create_connection(("127.0.0.1", listener.port)))
+                await asyncio.sleep(0.001)
+                assert len(listener._undecided) <= 5  # with one that is just going
+            assert await asyncio.to_thread(hangs_up, strangers[0])
+            with listener.offer(Taker()) as offer:
+                connection, _ = await dial(Address("127.0.0.1", offer.port), offer.key)
+                connection.close()
+            for stranger in strangers:
+                stranger.close()
+
+    run_scene(scene)
+
+
+def test_a_port_in_use_is_named() -> None:
+    async def scene() -> None:
+        async with listening() as listener:
+            with pytest.raises(
+                InvalidConfig, match=rf"127.0.0.1:{listener.port} for direct connections: .*--edge-port"
+            ):
+                DirectListener.open(Address("127.0.0.1", listener.port))
+
+    run_scene(scene)
+
+
+def test_it_listens_wherever_the_host_is() -> None:
+    """`localhost` may be two addresses: both have the same port. [::] is every address, where there is IPv6."""
+
+    async def reachable(host: str, at: str) -> bool:
+        try:
+            listener = DirectListener.open(Address(host, 0))
+        except InvalidConfig:
+            return False
+        try:
+            with listener.offer(Taker()) as offer:
+                connection, _ = await dial(Address(at, offer.port), offer.key)
+                connection.close()
+            return True
+        finally:
+            await listener.close()
+
+    async def scene() -> None:
+        found: Callable[[str, str], Any] = reachable
+        assert await found("localhost", "127.0.0.1")
+        assert await found("0.0.0.0", "127.0.0.1")
+        if socket.has_ipv6 and await found("::1", "::1"):
+            assert await found("::", "127.0.0.1")
+            assert await found("localhost", "localhost")
+
+    run_scene(scene)
