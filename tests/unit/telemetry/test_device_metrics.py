@@ -133,8 +133,9 @@ STAGE = {
 }
 CLUSTER: dict[str, Any] = {
     "model": "m",
-    "state": {"status": "ready"},
+    "state": {"status": "ok"},
     "tokens_per_s": 0.0,
+    "num_requests_open": 0,
     "num_requests_running": 0,
     "num_requests_waiting": 0,
     "kv_cache_usage_ratio": 0.0,
@@ -169,3 +170,28 @@ def test_the_table_of_unequal_stages_fits_80_columns(capsys: pytest.CaptureFixtu
     assert " ".join(first.split()) == "0 machine-a/0 yes 0-3 bf16 - 71680.0 1.0 50 12.34"
     assert " ".join(second.split()) == "1 machine-a/1 yes 0-3 f32 100 % 71680.0 1.0 50 -"
     assert max(map(len, (header, first, second))) <= 80
+
+
+@pytest.mark.parametrize(
+    ("state", "num_open", "said"),
+    [
+        ({"status": "ok"}, 3, "0.0 tokens/s, 2 running, 1 waiting, KV cache 0.0 % in use"),
+        ({"status": "unavailable", "reason": "w1 is gone"}, 3, "0.0 tokens/s, 3 open request(s) wait for the model"),
+        ({"status": "unavailable", "reason": "w1 is gone"}, 0, "0.0 tokens/s, 0 open request(s)"),
+        ({"status": "draining"}, 2, "0.0 tokens/s, 2 open request(s) are finished first"),
+    ],
+)
+def test_what_becomes_of_open_requests(
+    capsys: pytest.CaptureFixture[str], state: dict[str, str], num_open: int, said: str
+) -> None:
+    """Without a model nothing runs, and yet somebody waits."""
+    load = {"num_requests_open": num_open, "num_requests_running": 2, "num_requests_waiting": 1}
+    show_status(cast(ServerClient, _Server(CLUSTER | load | {"state": state})), as_json=False)
+    assert capsys.readouterr().out.splitlines()[1] == said
+
+
+def test_a_worker_that_idles_has_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    idle = {"idle_workers": [{"name": "b", "address": "h:2"}]}
+    show_status(cast(ServerClient, _Server(CLUSTER | idle)), as_json=False)
+    told = capsys.readouterr().out
+    assert "idle: worker b at h:2 holds no layers; the split works without it; restart `coordinator serve`" in told

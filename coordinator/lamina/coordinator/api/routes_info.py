@@ -99,6 +99,7 @@ def _cluster_object(service: InferenceService) -> dict[str, object]:
         "model": service.model.id,
         "state": state_object(state),
         "max_context": service.model.max_context,
+        "num_requests_open": service.num_active,
         "num_requests_running": scheduler.num_running if scheduler else 0,
         "num_requests_waiting": scheduler.num_waiting if scheduler else 0,
         "kv_cache_usage_ratio": scheduler.kv_usage_ratio if scheduler else 0.0,

@@ -5,9 +5,11 @@ generation, no HTTP. Everything runs on the coordinator's loop, the preparation 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from lamina.coordinator.api.choice import Choice
 from lamina.coordinator.api.generation import Delta, Failed, Finished, GenerationEvent, GenerationRequest, Started
@@ -32,6 +34,7 @@ class InferenceService:
         self.cluster = ClusterWatch()
         self.num_active = 0
         metrics.add_source(self.cluster.metrics)
+        metrics.add_source(self._load_metrics)
         self._state: ServiceState = Loading()
         self._pool = ThreadPoolExecutor(_TOKENISING_THREADS, thread_name_prefix="tokenise")
 
@@ -86,6 +89,10 @@ class InferenceService:
     def close(self) -> None:
         """Give the pool back."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _load_metrics(self) -> Iterator[Metric]:
+        what = "Requests being answered, those that wait for a lost worker among them."
+        yield GaugeMetricFamily("lamina_num_requests_open", what, self.num_active)
 
     def _ready_engine(self) -> Engine:
         match self.state:

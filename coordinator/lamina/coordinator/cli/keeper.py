@@ -17,7 +17,7 @@ from rich.console import Console
 from lamina.coordinator.api.service import InferenceService
 from lamina.coordinator.api.state import Draining, Loading, Lost, Ready, StageProgress
 from lamina.coordinator.cli.options import is_interactive
-from lamina.coordinator.cli.progress import LoadBars, connecting_line, idle_line, split_table
+from lamina.coordinator.cli.progress import IDLE_REMEDY, LoadBars, connecting_line, idle_line, split_table
 from lamina.coordinator.cluster.attendance import Attendance, call_roll
 from lamina.coordinator.cluster.client import LoadProgress, StageLoaded
 from lamina.coordinator.cluster.membership import HEARTBEAT_S, JoinServer
@@ -199,7 +199,7 @@ class Keeper:
             self._service.cluster.absent = tuple(a for a in left_out if a not in others.values())
             idle = idle_workers(session.pipeline.placement, served | others)
             for name in idle.keys() - told:
-                _log.warning("%s until the model is split anew: at the next loss or start", idle_line(name, idle[name]))
+                _log.warning("%s: %s", idle_line(name, idle[name]), IDLE_REMEDY)
             told = frozenset(idle)
             self._service.cluster.idle = idle
             await asyncio.sleep(HEARTBEAT_S)

@@ -15,6 +15,8 @@ from lamina.coordinator.session import SessionSettings
 from lamina.spec.address import Address
 from lamina.spec.ids import WorkerName
 
+# Of a worker that came, or came back, after the split.
+IDLE_REMEDY = "the split works without it; restart `coordinator serve` to use it, or the next loss of a worker will"
 _MIB = 2**20
 _SILENCE_S = 1.0
 

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from lamina.coordinator.cli.client import ServerClient
-from lamina.coordinator.cli.progress import compact_table
+from lamina.coordinator.cli.progress import IDLE_REMEDY, compact_table
 
 _MIB = 2**20
 
@@ -24,7 +24,8 @@ def show_status(client: ServerClient, *, as_json: bool) -> None:
     if cluster["stages"]:
         _print_stages(console, cluster)
     for worker in cluster["idle_workers"]:
-        console.print(f"idle: worker {worker['name']} at {worker['address']} holds no layers", highlight=False)
+        line = f"idle: worker {worker['name']} at {worker['address']} holds no layers; {IDLE_REMEDY}"
+        console.print(line, highlight=False, soft_wrap=True)
     for address in cluster["absent_workers"]:
         console.print(f"absent: the worker at {address} does not answer; the split does without it", highlight=False)
     for stage in cluster["state"].get("stages", ()):
@@ -89,6 +90,10 @@ def _state_line(cluster: dict[str, Any]) -> str:
 
 
 def _load_line(cluster: dict[str, Any]) -> str:
+    status, num_open = cluster["state"]["status"], cluster["num_requests_open"]
+    if status != "ok":
+        fate = "are finished first" if status == "draining" else "wait for the model"
+        return f"{cluster['tokens_per_s']:.1f} tokens/s, {num_open} open request(s){f' {fate}' if num_open else ''}"
     return (
         f"{cluster['tokens_per_s']:.1f} tokens/s, {cluster['num_requests_running']} running,"
         f" {cluster['num_requests_waiting']} waiting, KV cache {100 * cluster['kv_cache_usage_ratio']:.1f} % in use"

@@ -43,8 +43,9 @@ function figuresOf(cluster) {
   return [
     ["Model", cluster.model],
     ["Tokens/s", cluster.tokens_per_s.toFixed(1)],
-    ["Running", String(cluster.num_requests_running)],
-    ["Waiting", String(cluster.num_requests_waiting)],
+    ...(cluster.state.status === "ok"
+      ? [["Running", String(cluster.num_requests_running)], ["Waiting", String(cluster.num_requests_waiting)]]
+      : [["Open requests", String(cluster.num_requests_open)]]),
     ["KV cache in use", `${(100 * cluster.kv_cache_usage_ratio).toFixed(1)} %`],
     ["Context", `${cluster.max_context} tokens`],
     ["Epoch", String(cluster.epoch)],
