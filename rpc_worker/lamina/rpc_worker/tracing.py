@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from lamina.kernels.backend import Backend, Event
-from lamina.kernels.cuda.nvtx import CupyRanges
+from lamina.kernels.cuda.nvtx import NvtxRanges
 from lamina.spec.errors import InvalidConfig
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Ranges(Protocol):
 def find_ranges() -> Ranges | None:
     """NVTX, where the `cuda` extra has it."""
     try:
-        return CupyRanges()
+        return NvtxRanges()
     except ImportError as error:
         _log.debug("no NVTX ranges: %s", error)
         return None
