@@ -66,10 +66,10 @@ class CudaDevice:
         self._kernels: dict[Program, _Kernel] = {}
         self._peers: set[int] = set()  # cards copied from so far
         card.open()
-        stream, beside = card.create_stream(), card.create_stream()
+        # With one priority for both, a decoding that was launched early would hold up the product it runs beside.
+        stream, beside = card.create_stream(comes_first=True), card.create_stream(comes_first=False)
         dependent_launch = card.compute_capability >= DEPENDENT_LAUNCH
         self._driver = Driver(libraries.driver, stream, dependent_launch=dependent_launch)
-        # of the same priority as the main stream: measured on an H200, see docs/performance.md
         self._aside = Aside(self._driver, Driver(libraries.driver, beside, dependent_launch=False))
         workspace_bytes = (32 if card.compute_capability >= HOPPER else 8) << 20
         self._cublas = Cublas(libraries.cublas, stream, card.allocate(workspace_bytes), workspace_bytes)
