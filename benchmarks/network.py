@@ -71,9 +71,9 @@ class TwoHosts:
         self._next_port += 1
         return self._next_port
 
-    def relay(self, host: int, port: int, delay_us: float = DELAY_US) -> str:
+    def relay(self, host: int, port: int, delay_us: float = DELAY_US, entry_port: int = 0) -> str:
         """An address on `host` that leads, late, to `port` of the other host."""
-        entry = f"{self.addresses[host]}:{self.port()}"
+        entry = f"{self.addresses[host]}:{entry_port or self.port()}"
         words = [sys.executable, str(HERE / "relay.py"), entry, f"{self.addresses[1 - host]}:{port}", str(delay_us)]
         self._relays.append(subprocess.Popen([*self.prefix(host), *words], text=True, env=child_environment()))
         return entry

@@ -1,16 +1,20 @@
-"""What workers say of themselves, and what a hop to one of them takes, over the same gRPC stack that links use.
+"""What workers say of themselves, and what a hop to one of them takes, on either way that frames may take.
 
 python benchmarks/probe.py      commands on standard input, answers on standard output
 """
 
 import asyncio
+import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from contest import serve_commands
 
 from lamina.coordinator.cluster.client import WorkerClient
-from lamina.spec.address import parse_address
+from lamina.rpc_worker.direct_sender import dial, ping
+from lamina.spec.address import Address, parse_address
 from lamina.spec.device import LoadedStage
 from lamina.v1 import step_pb2 as pb
 from lamina.v1 import worker_pb2_grpc
@@ -27,10 +31,26 @@ class Probe:
         return asyncio.run(_busy(workers))
 
     def hop(
-        self, worker: str, num_stages: int, num_pings: int, payload_bytes: int, pause_s: float = 0.0
+        self,
+        worker: str,
+        num_stages: int,
+        num_pings: int,
+        payload_bytes: int,
+        pause_s: float = 0.0,
+        kind: str = "direct",
     ) -> list[float]:
-        """Half round trips of Ping messages on a Frames stream of the worker's stage, seconds, in order."""
-        return asyncio.run(_hop(worker, num_stages, num_pings, payload_bytes, pause_s))
+        """Half round trips of pings to the worker's stage, seconds, in order: on a direct connection, or on the `grpc`
+        stream that offers it."""
+        return asyncio.run(_hop(worker, num_stages, kind, Pings(num_pings, payload_bytes, pause_s)))
+
+
+@dataclass(frozen=True, slots=True)
+class Pings:
+    """How many, of which size, how far apart."""
+
+    count: int
+    payload_bytes: int
+    pause_s: float
 
 
 async def _stage_of(client: WorkerClient) -> LoadedStage:
@@ -50,7 +70,7 @@ async def _busy(workers: Sequence[str]) -> list[dict[str, float]]:
     return found
 
 
-async def _hop(worker: str, num_stages: int, num_pings: int, payload_bytes: int, pause_s: float) -> list[float]:
+async def _hop(worker: str, num_stages: int, kind: str, pings: Pings) -> list[float]:
     address = parse_address(worker)
     client = await WorkerClient.dial(address)
     stage = await _stage_of(client)
@@ -59,24 +79,42 @@ async def _hop(worker: str, num_stages: int, num_pings: int, payload_bytes: int,
     before = (stage.stage - 1) % num_stages
     opening = pb.FramesOpen(placement=stage.placement, epoch=stage.epoch, from_stage=before, to_stage=stage.stage)
     await call.write(pb.FramesRequest(open=opening))
-    await call.read()
-    payload = bytes(payload_bytes)
-    times = []
-    for i in range(_WARM_UP + num_pings):
-        start = time.perf_counter()
-        await call.write(pb.FramesRequest(ping=pb.Ping(id=i, payload=payload)))
-        response = await call.read()
-        elapsed = time.perf_counter() - start
-        if not isinstance(response, pb.FramesResponse) or response.pong.id != i:
-            raise RuntimeError(f"ping {i} was not answered: {await call.details()}")
-        if i >= _WARM_UP:
-            times.append(elapsed / 2)
-        if pause_s:
-            await asyncio.sleep(pause_s)
+    response = await call.read()
+    if not isinstance(response, pb.FramesResponse):
+        raise RuntimeError(f"the edge was refused: {await call.details()}")
+    if kind == "direct":
+        place = Address(address.host, response.opened.direct_port)
+        connection, _ = await dial(place, response.opened.direct_key)
+        with connection:
+            times = await asyncio.to_thread(_ping_directly, connection, pings)
+    else:
+        times = await _ping_stream(call, pings)
     call.cancel()
     await channel.close()
     await client.close()
     return times
+
+
+def _ping_directly(connection: socket.socket, pings: Pings) -> list[float]:
+    times = []
+    for _ in range(_WARM_UP + pings.count):
+        times.append(ping(connection, pings.payload_bytes) / 2)
+        time.sleep(pings.pause_s)
+    return times[_WARM_UP:]
+
+
+async def _ping_stream(call: Any, pings: Pings) -> list[float]:
+    payload, times = bytes(pings.payload_bytes), []
+    for i in range(_WARM_UP + pings.count):
+        start = time.perf_counter()
+        await call.write(pb.FramesRequest(ping=pb.Ping(id=i, payload=payload)))
+        response = await call.read()
+        times.append((time.perf_counter() - start) / 2)
+        if not isinstance(response, pb.FramesResponse) or response.pong.id != i:
+            raise RuntimeError(f"ping {i} was not answered: {await call.details()}")
+        if pings.pause_s:
+            await asyncio.sleep(pings.pause_s)
+    return times[_WARM_UP:]
 
 
 def main() -> None:

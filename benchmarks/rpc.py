@@ -88,12 +88,14 @@ def on_two_hosts(model: str, report: Report) -> Iterator[tuple[Contestant, Conte
         hosts = stack.enter_context(TwoHosts())
         report.facts["network"] = {"rtt_8k_us": round(hosts.round_trip_us(), 1), "rate": "1 Gbit/s (tbf)"}
         on_a, on_b = hosts.prefix(0), hosts.prefix(1)
-        ports = [hosts.port() for _ in range(4)]
+        ports = [hosts.port() for _ in range(6)]
         listen = [f"{hosts.addresses[0]}:{ports[0]}", f"{hosts.addresses[1]}:{ports[1]}"]
         seen_from_b, seen_from_a = hosts.relay(1, ports[0]), hosts.relay(0, ports[1])
         for i, (prefix, advertise) in enumerate(((on_a, seen_from_b), (on_b, seen_from_a))):
-            worker = Worker(f"bench{i}", threads=1, listen=listen[i], advertise=advertise, prefix=prefix)
+            more = ["--edge-port", str(ports[4 + i])]  # relayed as well, from the same port of the other host
+            worker = Worker(f"bench{i}", threads=1, listen=listen[i], advertise=advertise, prefix=prefix, more=more)
             stack.enter_context(closing(worker))
+            hosts.wait_for(1 - i, hosts.relay(1 - i, ports[4 + i], entry_port=ports[4 + i]))
         servers = [f"{hosts.addresses[0]}:{ports[2]}", f"{hosts.addresses[1]}:{ports[3]}"]
         stack.enter_context(rpc_servers(servers, (on_a, on_b)))
         hosts.wait_for(0, servers[0])

@@ -5,7 +5,8 @@ any gap would reach: time of a step of 8 rows over one of 4 on one worker), busy
 busy of two stages spends inside ops), cpu.coordinator.s8 (its CPU time per token),
 ttft.{cold_ms,warm_ms,warm_over_cold} (prefix of 1,000 tokens),
 hop.{p50_us,p99_us} (16 KiB, worker to worker, loopback, idle) and hop.busy.{p50_us,p99_us} (beside a stage that
-computes), coordinator.tokens_per_s (mock workers, 64 streams, full HTTP path), loop.us_per_step (64 sequences),
+computes) on a direct connection, which frames take, hop.grpc.… (the same through gRPC),
+coordinator.tokens_per_s (mock workers, 64 streams, full HTTP path), loop.us_per_step (64 sequences),
 submit.us.{512,2048} (from a submitted prompt to its encoded plan).
 The load generator is benchmarks/load.py: raw asyncio protocols, a process of its own.
 """
@@ -149,8 +150,9 @@ def measure_scaling(report: Report, load: Contestant, probe: Contestant, num_rou
                 report.add(figure("cpu.coordinator.s8", "us", costs[1:], note="a token, HTTP included"))
         if report.wants("ttft.cold_ms", "ttft.warm_ms", "ttft.warm_over_cold"):
             measure_ttft(report, load, one, num_rounds)
-        if report.wants("hop.p50_us", "hop.p99_us", "hop.busy.p50_us", "hop.busy.p99_us"):
-            measure_hops(report, load, probe, one, two, quick=quick)
+        for prefix, kind in _HOPS.items():
+            if report.wants(*_hop_figures(prefix)):
+                measure_hops(report, load, probe, one, two, prefix, kind, quick=quick)
 
 
 def step_times(load: Contestant, probe: Contestant, cluster: Cluster, num_streams: int, salt: int) -> list[float]:
@@ -187,14 +189,24 @@ def measure_ttft(report: Report, load: Contestant, cluster: Cluster, num_rounds:
 
 
 def measure_hops(
-    report: Report, load: Contestant, probe: Contestant, one: Cluster, two: Cluster, *, quick: bool
+    report: Report,
+    load: Contestant,
+    probe: Contestant,
+    one: Cluster,
+    two: Cluster,
+    prefix: str,
+    kind: str,
+    *,
+    quick: bool,
 ) -> None:
-    """Pings of 16 KiB on a Frames stream: to an idle worker, and to one whose stage computes for 8 streams."""
+    """Pings of 16 KiB on an edge: to an idle worker, and to one whose stage computes for 8 streams."""
     num_pings = 1000 if quick else 5000
     arguments = {"worker": two.addresses[1], "num_stages": 2, "num_pings": num_pings, "payload_bytes": _FRAME_BYTES}
+    arguments["kind"] = kind
+    names = iter(_hop_figures(prefix))
     idle = [1e6 * time for time in probe.ask("hop", **arguments)]
-    report.add(quantile(idle, "hop.p50_us", 0.5))
-    report.add(quantile(idle, "hop.p99_us", 0.99))
+    report.add(quantile(idle, next(names), 0.5))
+    report.add(quantile(idle, next(names), 0.99))
     computing = threading.Thread(
         target=lambda: load.ask("streams", host=one.host, num_streams=8, num_tokens=400, salt=77)
     )
@@ -202,8 +214,12 @@ def measure_hops(
     arguments |= {"worker": one.addresses[0], "num_stages": 1, "num_pings": num_pings // 2, "pause_s": 0.002}
     busy = [1e6 * time for time in probe.ask("hop", **arguments)]
     computing.join()
-    report.add(quantile(busy, "hop.busy.p50_us", 0.5))
-    report.add(quantile(busy, "hop.busy.p99_us", 0.99))
+    report.add(quantile(busy, next(names), 0.5))
+    report.add(quantile(busy, next(names), 0.99))
+
+
+def _hop_figures(prefix: str) -> tuple[str, ...]:
+    return tuple(f"{prefix}.{when}{share}_us" for when in ("", "busy.") for share in ("p50", "p99"))
 
 
 def quantile(samples: Sequence[float], name: str, share: float) -> Figure:
@@ -263,6 +279,7 @@ def main() -> None:
         report.finish()
 
 
+_HOPS = {"hop": "direct", "hop.grpc": "grpc"}
 _SCALING = (
     *(f"serve.w{k}.s{n}" for k in (1, 2) for n in STREAMS),
     "scale.w2_over_w1.s8",
@@ -272,10 +289,7 @@ _SCALING = (
     "ttft.cold_ms",
     "ttft.warm_ms",
     "ttft.warm_over_cold",
-    "hop.p50_us",
-    "hop.p99_us",
-    "hop.busy.p50_us",
-    "hop.busy.p99_us",
+    *(name for prefix in _HOPS for name in _hop_figures(prefix)),
 )
 
 

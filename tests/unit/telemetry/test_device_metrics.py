@@ -130,6 +130,7 @@ STAGE = {
     "busy_ratio": 0.5,
     "compute_dtype": "bf16",
     "graphs": graphs_object(COUNTS),
+    "link_kind": "direct",
 }
 CLUSTER: dict[str, Any] = {
     "model": "m",
@@ -152,8 +153,17 @@ def test_the_table_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
     show_status(cast(ServerClient, _Server(CLUSTER)), as_json=False)
     told = " ".join(capsys.readouterr().out.split())
     assert "all stages: dtype bf16, graphs 97 % (" in told
+    assert ", edge direct" in told
     for part in ("97 %", "not faster", "step too large"):
         assert all(word in told for word in part.split())
+
+
+def test_the_table_names_an_edge_that_is_not_direct(capsys: pytest.CaptureFixture[str]) -> None:
+    stages = [{**STAGE, "stage": index, "link_kind": kind} for index, kind in enumerate(("direct", "grpc", ""))]
+    show_status(cast(ServerClient, _Server(CLUSTER | {"stages": stages})), as_json=False)
+    *_, header, first, second, third = (line.split() for line in capsys.readouterr().out.splitlines())
+    column = header.index("edge")
+    assert [row[column] for row in (first, second, third)] == ["direct", "grpc", "-"]
 
 
 def test_the_table_of_unequal_stages_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from lamina.wire.version import own_version
 
 STAGE = LoadedStage(
     PlacementId("p"), Epoch(1), 1, 0, LayerRange(10, 30), "", b"", 1, 2, 3, True, 100, 7.5, 2,
-    num_prefill_steps=10, prefill_busy_s=2.5, link_bytes=4096, link_queue_depth=3,
+    num_prefill_steps=10, prefill_busy_s=2.5, link_bytes=4096, link_queue_depth=3, link_kind="direct",
 )  # fmt: skip
 LOOK = StageLook("w1", "w1/0", STAGE, 0.75, 50.0)
 
@@ -63,6 +63,10 @@ def test_edges() -> None:
     assert 'lamina_link_rtt_seconds{stage="1"} 0.002' in text
     assert 'lamina_link_bytes_total{stage="1",worker="w1"} 4096.0' in text
     assert 'lamina_link_queue_depth{stage="1",worker="w1"} 3.0' in text
+    for kind, found in (("direct", "1.0"), ("grpc", "0.0"), ("", None)):
+        text = exposed(link_metrics([], [replace(LOOK, stage=replace(STAGE, link_kind=kind))]))
+        values = [line.rsplit(" ")[-1] for line in text.splitlines() if line.startswith("lamina_link_direct{")]
+        assert values == ([found] if found else [])
 
 
 def test_workers_with_and_without_layers() -> None:

@@ -143,11 +143,11 @@ def test_what_a_stage_says_of_its_recordings() -> None:
     counts = GraphCounts(3, 1000, 1, 2, 7 << 20, {"not faster": 4, "step too large": 9})
     message = wpb.LoadedStage(
         placement="p", num_layers=2, graphs=graphs_to_message(counts), compute_dtype="bf16",
-        num_prefill_steps=4, prefill_busy_s=0.5, link_bytes=5 << 32, link_queue_depth=6,
+        num_prefill_steps=4, prefill_busy_s=0.5, link_bytes=5 << 32, link_queue_depth=6, link_kind="grpc",
     )  # fmt: skip
     answer = wpb.DescribeResponse(worker="a", stages=[message])
     (stage,) = worker_from_message(wpb.DescribeResponse.FromString(answer.SerializeToString())).stages
     assert (stage.graphs, stage.compute_dtype) == (counts, "bf16")
     assert (stage.num_prefill_steps, stage.prefill_busy_s) == (4, 0.5)
-    assert (stage.link_bytes, stage.link_queue_depth) == (5 << 32, 6)
+    assert (stage.link_bytes, stage.link_queue_depth, stage.link_kind) == (5 << 32, 6, "grpc")
     assert worker_from_message(answer).devices == ()

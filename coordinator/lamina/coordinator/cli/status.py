@@ -107,7 +107,7 @@ def _print_stages(console: Console, cluster: dict[str, Any]) -> None:
     rows = [
         _stage_cells(stage, is_up.get(stage["worker"], False), rtts.get(stage["stage"])) for stage in cluster["stages"]
     ]
-    shared = [name for name in ("dtype", "graphs") if len({row[name] for row in rows}) == 1]
+    shared = [name for name in ("dtype", "graphs", "edge") if len({row[name] for row in rows}) == 1]
     if shared:
         line = ", ".join(f"{name} {rows[0][name]}" for name in shared)
         console.print(f"all stages: {line}", highlight=False, soft_wrap=True)
@@ -128,6 +128,7 @@ def _stage_cells(stage: dict[str, Any], is_up: bool, rtt_s: float | None) -> dic
         "layers": f"{stage['first_layer']}-{stage['first_layer'] + stage['num_layers'] - 1}",
         "dtype": stage["compute_dtype"],
         "graphs": _graphs(stage["graphs"]),
+        "edge": stage["link_kind"] or "-",
         "MiB": f"{num_bytes / _MIB:.1f}",
         "steps/s": f"{stage['steps_per_s']:.1f}",
         "busy %": f"{100 * stage['busy_ratio']:.0f}",

@@ -194,6 +194,7 @@ class ClusterWatch:
             "num_sequences": stage.num_sequences,
             "link_bytes": stage.link_bytes,
             "link_queue_depth": stage.link_queue_depth,
+            "link_kind": stage.link_kind,
             "compute_dtype": stage.compute_dtype,
             "graphs": graphs_object(stage.graphs),
         }

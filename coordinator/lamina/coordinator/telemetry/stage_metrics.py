@@ -68,10 +68,17 @@ def link_metrics(rtts_s: Sequence[float], looks: Iterable[StageLook]) -> Iterato
     depth = GaugeMetricFamily(
         "lamina_link_queue_depth", "Messages that wait to be sent to the next stage.", labels=["worker", "stage"]
     )
+    direct = GaugeMetricFamily(
+        "lamina_link_direct",
+        "Whether frames to the next worker take a direct connection (1) or gRPC (0); absent within one worker.",
+        labels=["worker", "stage"],
+    )
     for index, seconds in enumerate(rtts_s):
         rtt.add_metric([str(index)], seconds)
     for look in looks:
         labels = [look.worker, str(look.stage.stage)]
         num_bytes.add_metric(labels, look.stage.link_bytes)
         depth.add_metric(labels, look.stage.link_queue_depth)
-    yield from (rtt, num_bytes, depth)
+        if look.stage.link_kind:
+            direct.add_metric(labels, float(look.stage.link_kind == "direct"))
+    yield from (rtt, num_bytes, depth, direct)

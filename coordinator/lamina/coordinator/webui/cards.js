@@ -2,7 +2,8 @@
 
 /**
  * {cards, edges}: a card per stage in pipeline order, then one per worker without a stage.
- * Edges are {from, to, rttS} between indices of cards; rttS is null where it is not known.
+ * Edges are {from, to, rttS, kind} between indices of cards; rttS is null where it is not known, kind is "direct", "grpc"
+ * or, within one worker and where it is not known, empty.
  */
 export function clusterCards(cluster) {
   const workers = new Map(cluster.workers.map((worker) => [worker.name, worker]));
@@ -19,11 +20,13 @@ export function clusterCards(cluster) {
 
 function edgesOf(cluster, cards, numStages, isLoading) {
   const rtts = new Map(isLoading ? [] : cluster.links.map((link) => [link.from_stage, link.rtt_s]));
+  const kinds = new Map(isLoading ? [] : cluster.stages.map((stage) => [stage.stage, stage.link_kind]));
   const edges = [];
   for (let i = 0; numStages > 1 && i < numStages; i += 1) {
     const to = (i + 1) % numStages;
     const isLost = !(cards[i].isUp && cards[to].isUp);
-    edges.push({ from: i, to, rttS: rtts.get(cards[i].stage) ?? null, isFeedback: to === 0, isLost });
+    const [rttS, kind] = [rtts.get(cards[i].stage) ?? null, kinds.get(cards[i].stage) ?? ""];
+    edges.push({ from: i, to, rttS, kind, isFeedback: to === 0, isLost });
   }
   return edges;
 }

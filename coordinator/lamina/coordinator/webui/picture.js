@@ -48,7 +48,8 @@ function edgeGroup(edge, places, numRows) {
   const text = [edge.isFeedback ? "tokens" : "", timeText(edge.rttS)].filter(Boolean).join(" · ");
   if (text) group.append(make("text", { x: label.x, y: label.y, "text-anchor": "middle" }, text));
   const what = edge.isFeedback ? "sampled tokens, back to the first stage" : "activations, to the next stage";
-  group.append(make("title", {}, what));
+  const how = { direct: ", on a direct connection", grpc: ", through gRPC" }[edge.kind] ?? "";
+  group.append(make("title", {}, what + how));
   return group;
 }
 
