@@ -84,16 +84,16 @@ def require_supported(device: str, cc: ComputeCapability, driver: Version, compi
 def compile_target(cc: ComputeCapability, known: Iterable[ComputeCapability]) -> str:
     """What to compile for: the very card, if the compiler knows it, with all that only such cards have (sm_90a).
 
-    Else the newest known one of its major version, whose machine code it runs, or the newest before it as PTX, which
-    the driver translates. Raises Unsupported for a card older than all.
+    Else PTX for the newest that it knows before it, which the driver translates. Raises Unsupported for a card older than
+    all.
     """
     older = sorted(each for each in known if each <= cc)
     if not older:
         raise Unsupported(f"the installed CUDA compiles for nothing as old as compute capability {_dotted(cc)}")
-    newest = older[-1]
-    if newest[0] != cc[0]:
-        return f"compute_{newest[0]}{newest[1]}"
-    return f"sm_{newest[0]}{newest[1]}{'a' if newest == cc == HOPPER else ''}"
+    major, minor = older[-1]
+    if (major, minor) != cc:
+        return f"compute_{major}{minor}"
+    return f"sm_{major}{minor}{'a' if cc == HOPPER else ''}"
 
 
 def _dotted(version: tuple[int, int]) -> str:
