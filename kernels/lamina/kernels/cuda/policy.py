@@ -84,8 +84,8 @@ def require_supported(device: str, cc: ComputeCapability, driver: Version, compi
 def compile_target(cc: ComputeCapability, known: Iterable[ComputeCapability]) -> str:
     """What to compile for: the very card, if the compiler knows it, with all that only such cards have (sm_90a).
 
-    Else PTX for the newest that it knows before it, which the driver translates. Raises Unsupported for a card older than
-    all.
+    Else PTX for the newest that it knows before it, which the driver translates. Raises Unsupported for a card older
+    than all.
     """
     older = sorted(each for each in known if each <= cc)
     if not older:
