@@ -66,7 +66,7 @@ class Daemon:
         server = grpc.aio.server(options=server_options())
         settings = replace(settings, listen=bind(server, settings.listen, "--listen"))
         edges = _listen_for_edges(settings)
-        settings = replace(settings, edge_port=edges and edges.port)
+        settings = replace(settings, edge_port=None if edges is None else edges.port)
         devices = tuple([await _start_device(name, settings) for name in settings.devices])
         trace = None if settings.trace_directory is None else TraceFile(settings.trace_directory, settings.name)
         registry = StageRegistry(settings, devices, trace)
