@@ -76,7 +76,6 @@ class Keeper:
                         raise
                     self._ended_by = self._ended_by or error
                     self._tell_failure(error)
-                self._service.cluster.lose_all()
                 await asyncio.sleep(_RETRY_S)
         finally:
             self._stop_giving_up()
@@ -160,6 +159,7 @@ class Keeper:
                 raise error
             finally:
                 watching.cancel()
+                self._service.cluster.lose_all()  # before their connections are closed
 
     async def _give_up_later(self, engine: Engine, error: LaminaError) -> None:
         if self._service.num_active:
