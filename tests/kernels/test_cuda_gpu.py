@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from lamina.kernels.cuda.backend import CudaBackend
 from lamina.kernels.cuda.card import Card
 from lamina.kernels.cuda.driver import Driver
 from lamina.kernels.cuda.libcuda import load_driver
-from lamina.spec.errors import LaminaError
 from lamina.spec.quant import GgmlType
 from support import op_oracle
 from support.backends import BACKENDS, Bench, create_or_skip
@@ -48,35 +48,37 @@ def test_other_threads_may_allocate_during_a_capture(bench: Bench) -> None:
     Waiting for the whole device is another matter: it would wait for the stream that is being captured.
     """
     args, wanted = _small_step(bench, 100)
-    stop, failures = threading.Event(), []
+    stop, under_way = threading.Event(), threading.Event()
 
-    def allocate() -> None:
+    def allocate() -> int:
         library = load_driver()
         card = Card(library, 0)
         card.open()
         stream = Driver(library, card.create_stream(comes_first=False), dependent_launch=False)
-        try:
-            while not stop.is_set():
-                pinned, address = card.alloc_pinned(3 * MIB), card.allocate(3 * MIB)
-                stream.upload(address, pinned.ctypes.data, 3 * MIB)
-                stream.synchronize()
-                card.free(address)
-        except LaminaError as error:
-            failures.append(error)
+        num_rounds = 0
+        while not stop.is_set():
+            pinned, address = card.alloc_pinned(3 * MIB), card.allocate(3 * MIB)
+            stream.upload(address, pinned.ctypes.data, 3 * MIB)
+            stream.synchronize()
+            card.free(address)
+            num_rounds += 1
+            under_way.set()
         card.close()
+        return num_rounds
 
-    thread = threading.Thread(target=allocate)
-    thread.start()
-    try:
-        for rows in (100, 1, 7):
-            graph = bench.backend.capture(lambda: _linear(bench, args), StepShape(rows, 1, 0))
-            bench.backend.replay(graph, StepShape(rows, 1, 0))
-            bench.assert_close("linear", bench.read(args["out"])[:rows], wanted[:rows])  # type: ignore[arg-type,index]
-            graph.destroy()
-    finally:
-        stop.set()
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(allocate)
+        try:
+            under_way.wait(10)
+            for rows in (100, 1, 7):
+                graph = bench.backend.capture(lambda: _linear(bench, args), StepShape(rows, 1, 0))
+                bench.backend.replay(graph, StepShape(rows, 1, 0))
+                found = bench.read(args["out"])[:rows]  # type: ignore[arg-type]
+                bench.assert_close("linear", found, wanted[:rows])
+                graph.destroy()
+        finally:
+            stop.set()
+        assert beside.result() > 0
 
 
 def _linears(bench: Bench, args: ops.Args, count: int) -> None:
