@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from lamina.kernels.cuda.compiler import Nvrtc, Source, declared
 from lamina.kernels.cuda.formats import PACKED_FORMATS
+from lamina.kernels.cuda.policy import compile_target
 from lamina.kernels.cuda.programs import SIGNATURES, Program, program, source_text
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 120) if os.environ.get("LAMINA_TEST_ALL_GPUS") else (75, 90)
@@ -83,31 +85,31 @@ def test_units_are_as_large_as_the_sources_say() -> None:
             assert int(base[2]) + int(scales[1]) == fmt.unit_bytes
 
 
-def _nvrtc() -> ctypes.CDLL | None:
+def _nvrtc() -> Nvrtc | None:
     """The run-time compiler of CUDA 12 from its wheel; that of CUDA 13 no longer knows these cards."""
     spec = importlib.util.find_spec("nvidia.cuda_nvrtc") if importlib.util.find_spec("nvidia") else None
     folders = list(spec.submodule_search_locations or []) if spec else []
     found = [path for folder in folders for path in Path(folder).glob("lib/libnvrtc.so.12")]
-    return ctypes.CDLL(str(found[0])) if found else None
+    return Nvrtc(declared(ctypes.CDLL(str(found[0])))) if found else None
 
 
-@pytest.mark.parametrize("arch", [61, 70])
+@pytest.mark.parametrize("cc", [(6, 1), (7, 0)])
 @pytest.mark.parametrize("entry", PROGRAMS, ids=lambda entry: f"{entry.file}-{dict(entry.defines).get('KV_TYPE', 0)}")
-def test_compiles_at_run_time_for_pascal_and_volta(entry: Program, arch: int) -> None:
-    """C-02: the compiler that workers use, without a search path, for cards that only its older version knows."""
+def test_compiles_at_run_time_for_pascal_and_volta(entry: Program, cc: tuple[int, int]) -> None:
+    """C-02: the compiler that workers use, as they use it, for cards that only its older version knows."""
     nvrtc = _nvrtc()
     if nvrtc is None:
         pytest.skip("needs the wheel nvidia-cuda-nvrtc-cu12")
-    compiled, size = ctypes.c_void_p(), ctypes.c_size_t()
-    source = source_text(entry.file).encode()
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(compiled), source, entry.file.encode(), 0, None, None) == 0
-    options = [f"--gpu-architecture=sm_{arch}", "-std=c++17", "--diag-suppress=177", *entry.options]
-    encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    status = nvrtc.nvrtcCompileProgram(compiled, len(options), encoded)
-    nvrtc.nvrtcGetProgramLogSize(compiled, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetProgramLog(compiled, log)
-    assert status == 0, log.value.decode()[-3000:]
-    assert nvrtc.nvrtcGetCUBINSize(compiled, ctypes.byref(size)) == 0
-    assert size.value > 0
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(compiled))
+    source = Source(entry.file, source_text(entry.file), entry.options)
+    assert nvrtc.compile(source, compile_target(cc, nvrtc.capabilities)).startswith(b"\x7fELF")
+
+
+def test_a_card_of_the_future_gets_ptx() -> None:
+    """The driver translates it for cards that the compiler does not know."""
+    nvrtc = _nvrtc()
+    if nvrtc is None:
+        pytest.skip("needs the wheel nvidia-cuda-nvrtc-cu12")
+    target = compile_target((99, 0), nvrtc.capabilities)
+    code = nvrtc.compile(Source("rows.cu", source_text("rows.cu"), ()), target)
+    assert f".target sm_{target.removeprefix('compute_')}".encode() in code
+    assert code.endswith(b"\0"), "the driver reads PTX up to a zero byte"

@@ -15,6 +15,7 @@ from lamina.kernels.backend import (
     Capabilities,
     DeviceFacts,
     Event,
+    EventProbe,
     Graph,
     GraphDecision,
     GraphError,
@@ -52,10 +53,10 @@ class CudaEvent(Event):
 
 def open_device(index: int) -> Device:
     """The index-th GPU. Raises ImportError without the `cuda` extra, Unsupported for a card that it cannot run."""
-    from lamina.kernels.cuda import toolkit
     from lamina.kernels.cuda.cuda_device import CudaDevice
+    from lamina.kernels.cuda.toolkit import kernel_folder, load_libraries
 
-    return CudaDevice(index, toolkit.load_libraries(), toolkit.kernel_folder())
+    return CudaDevice(index, load_libraries(), kernel_folder())
 
 
 class CudaBackend(LedgerBackend):
@@ -350,6 +351,9 @@ class CudaBackend(LedgerBackend):
 
     def event_done(self, event: Event) -> bool:
         return self.device.event_done(_handle(event))
+
+    def event_probe(self, event: Event) -> EventProbe | None:
+        return self.device.event_probe(_handle(event))
 
     def follow(self, event: Event) -> None:
         self._planner.flush()
