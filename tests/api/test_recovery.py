@@ -111,7 +111,9 @@ def test_a_worker_lost_for_good_is_done_without() -> None:
         cluster.server.wait_for(rf"worker w1 at {lost.address} does not answer; its layers go to w0, w2")
         stages = cluster.request("/admin/cluster")[1]["stages"]
         assert [(stage["worker"], stage["num_layers"]) for stage in stages[:2]] == [("w0", 15), ("w2", 15)]
-        assert f"absent: the worker at {lost.address}" in coordinator("status", "--url", cluster.url).stdout
+        end = time.monotonic() + 20  # until it has been dialled in vain
+        while f"absent: the worker at {lost.address}" not in coordinator("status", "--url", cluster.url).stdout:
+            assert time.monotonic() < end
         with returned(lost):
             idle = rf"worker w1 at {lost.address} holds no layers and idles: the split works without it; restart"
             cluster.server.wait_for(idle)
