@@ -135,6 +135,23 @@ def test_graphs_are_explained_once_per_card(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
+@pytest.mark.parametrize(
+    ("device", "threads", "is_told"),
+    [("cpu", 3, True), ("cpu", 2, False), ("cpu", None, False), ("reference", 3, False)],
+)
+def test_more_threads_than_cores_are_worth_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: str, threads: int | None, is_told: bool
+) -> None:
+    monkeypatch.setattr(daemon, "usable_cores", lambda: 2)
+    backend = create_backend(device, threads=1)
+    daemon._log_choices(WorkerSettings("a", num_threads=threads), backend)
+    backend.close()
+    assert caplog.messages == is_told * [
+        "--threads 3 is more than the 2 core(s) that this process may use, which slows every step; leave it out for one"
+        " thread a core"
+    ]
+
+
 def test_an_interrupt_while_the_command_is_loaded_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted:
         @staticmethod

@@ -11,6 +11,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from lamina.kernels.backend import Backend, GraphMode
+from lamina.kernels.cpu.threads import usable_cores
 from lamina.kernels.registry import select_backend
 from lamina.rpc_worker.describe import device_profile, device_table
 from lamina.rpc_worker.device_thread import DeviceThread
@@ -155,11 +156,18 @@ async def _start_device(name: str, settings: WorkerSettings) -> DeviceThread:
 
 
 def _log_choices(settings: WorkerSettings, backend: Backend) -> None:
-    """Once per device: whether it replays graphs and why (C-13, C-16), and a wish that it cannot follow."""
+    """Once per device: whether it replays graphs and why (C-13, C-16), and wishes that it cannot or should not meet."""
     if backend.name == "cuda":
         decision = backend.graph_decision()
         state = "on trial" if decision.probe else "on" if decision.enabled else "off"
         _log.info("%s: CUDA graphs %s: %s", backend.device_facts().name, state, decision.reason)
+    if backend.name == "cpu" and (settings.num_threads or 0) > (num_cores := usable_cores()):
+        _log.warning(
+            "--threads %d is more than the %d core(s) that this process may use, which slows every step; leave it out"
+            " for one thread a core",
+            settings.num_threads,
+            num_cores,
+        )
     offered, wish = backend.capabilities.compute_dtypes, settings.compute_dtype
     if wish != "auto" and wish not in offered:
         _log.warning("%s computes in %s; --compute-dtype %s does not concern it", backend.name, offered[0], wish)
