@@ -1,8 +1,11 @@
 """The HTTP server's end: what is being sent may be finished, and a client that reads nothing hinders nobody."""
 
 import asyncio
+import json
 import logging
+import resource
 import socket
+from contextlib import suppress
 
 import pytest
 from fastapi import FastAPI, Request
@@ -10,8 +13,8 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lamina.coordinator.api.gate import Gate
-from lamina.coordinator.cli import http_server
-from lamina.coordinator.cli.http_server import HttpServer, address_of, bind
+from lamina.coordinator.cli import http_protocol, http_server
+from lamina.coordinator.cli.http_server import HttpServer, address_of, allow_open_files, bind
 from lamina.spec.address import Address
 from lamina.spec.errors import InvalidConfig
 
@@ -103,3 +106,70 @@ def test_a_client_that_leaves_within_its_body_is_no_error(caplog: pytest.LogCapt
     caplog.set_level(logging.WARNING)
     asyncio.run(leave())
     assert not caplog.records
+
+
+def test_connections_beyond_the_limit_are_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """503 in OpenAI's shape, but health checks get through; what is far beyond is closed at once. One line says so."""
+    monkeypatch.setattr(http_protocol, "SPARE_CONNECTIONS", 2)
+    caplog.set_level(logging.WARNING)
+    app = FastAPI()
+
+    @app.get("/v1/models")
+    @app.get("/health/live")
+    def ok() -> str:
+        return "ok"
+
+    async def scene() -> None:
+        bound = bind(Address("127.0.0.1", 0))
+        server = HttpServer(app, bound, max_connections=2)
+        serving = asyncio.create_task(server.run_on_sockets())
+
+        async def get(path: str, *, keep: bool = False) -> tuple[bytes, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", address_of(bound).port)
+            end = "keep-alive" if keep else "close"
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: {end}\r\n\r\n".encode())
+            async with asyncio.timeout(10):
+                return await (reader.readuntil(b'"ok"') if keep else reader.read()), writer
+
+        kept = [(await get("/v1/models", keep=True))[1] for _ in range(2)]
+        refused, _ = await get("/v1/models")
+        head, _, body = refused.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 2" in head.lower()
+        assert json.loads(body)["error"] == {
+            "message": "2 connections are open, which is the limit here; try again later",
+            "type": "service_unavailable_error",
+            "param": None,
+            "code": "too_many_connections",
+        }
+        kept += [(await get("/health/live", keep=True))[1] for _ in range(2)]
+        with suppress(ConnectionError):
+            assert (await get("/health/live"))[0] == b""
+        for writer in kept:
+            writer.close()
+        async with asyncio.timeout(10):
+            while server.server_state.connections:
+                await asyncio.sleep(0.01)
+        assert (await get("/v1/models"))[0].startswith(b"HTTP/1.1 200 ")
+        server.should_exit = True
+        await serving
+
+    asyncio.run(scene())
+    assert caplog.messages == ["more than 2 connections are open (--max-connections); further ones get 503"]
+
+
+def test_as_many_files_may_be_open_as_connections(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = {"now": (1024, 4096)}
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits["now"])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: limits.update(now=wanted))
+    for num_connections, soft in ((500, 1024), (1000, 1200), (10_000, 4096)):
+        assert not caplog.messages
+        allow_open_files(num_connections)
+        assert limits["now"] == (soft, 4096)
+    assert caplog.messages == [
+        "this process may open 4096 files, too few for --max-connections 10000: raise `ulimit -n`"
+    ]

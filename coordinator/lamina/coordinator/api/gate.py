@@ -1,11 +1,11 @@
-"""What every request passes before a route sees it: the API key, and the size of its body."""
+"""What every request passes before a route sees it: the API key, the size of its body, how many others are there."""
 
 import hmac
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lamina.coordinator.api.errors import ApiError, error_body
+from lamina.coordinator.api.errors import RETRY_AFTER_S, ApiError, error_body
 
 OPEN_PATHS = frozenset(("/health", "/health/live", "/health/ready"))
 
@@ -73,6 +73,22 @@ class Gate:
             code="body_too_large",
             headers={"Connection": "close"},
         )
+
+
+class Full:
+    """ASGI app in the place of another, on connections beyond the limit: passes on health checks, refuses the rest."""
+
+    def __init__(self, app: ASGIApp, max_connections: int) -> None:
+        self._app = app
+        self._max_connections = max_connections
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        problem = f"{self._max_connections} connections are open, which is the limit here; try again later"
+        headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}
+        await send_error(send, ApiError(503, problem, code="too_many_connections", headers=headers))
 
 
 async def send_error(send: Send, error: ApiError) -> None:

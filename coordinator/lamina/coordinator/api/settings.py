@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 MAX_BODY_BYTES = 16 * 2**20
 PING_S = 15.0
+MAX_CONNECTIONS = 1000
 
 
 @dataclass(frozen=True, slots=True)

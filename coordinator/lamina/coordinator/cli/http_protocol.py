@@ -1,29 +1,54 @@
-"""uvicorn's HTTP/1.1 protocol with a limit to the time that a request may take to arrive; uvicorn itself has none.
+"""uvicorn's HTTP/1.1 protocol with limits to the time that a request may take to arrive, and to open connections.
 
 A head has HEAD_S from the connection's begin, or from its first byte on a connection that is kept. A body may be silent
 for BODY_S and slow, for longer than that, only above MIN_BYTES_PER_S. Who is later is answered 408 and hung up on.
 Time that the application takes, to read or to answer, does not count.
+
+Connections beyond the limit get 503, but for health checks: as many as SPARE_CONNECTIONS at a time, further ones are
+closed at once.
 """
 
 import asyncio
+import logging
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lamina.coordinator.api.errors import ApiError, error_body
+from lamina.coordinator.api.gate import Full
 
 HEAD_S = 30.0
 BODY_S = 60.0
 MIN_BYTES_PER_S = 500.0
+SPARE_CONNECTIONS = 64
+_TELL_EVERY_S = 60.0
+_log = logging.getLogger(__name__)
 _LINGER_S = 1.0  # bytes that come after the answer would reset the connection, and the client might not see it
 
 
-class TimedProtocol(H11Protocol):
+class ConnectionLimit:
+    """How many connections a server serves; says in its log that more came, once a minute. Owned by the loop."""
+
+    def __init__(self, max_connections: int) -> None:
+        self.max_connections = max_connections
+        self._told_s: float | None = None
+
+    def tell(self, now: float) -> None:
+        """A connection came that is one too many."""
+        if self._told_s is None or now - self._told_s > _TELL_EVERY_S:
+            self._told_s = now
+            _log.warning(
+                "more than %d connections are open (--max-connections); further ones get 503", self.max_connections
+            )
+
+
+class LimitedProtocol(H11Protocol):
     """One connection."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, limit: ConnectionLimit, **options: Any) -> None:
+        super().__init__(**options)
+        self._limit = limit
         self._timer: asyncio.TimerHandle | None = None
         self._is_body = False  # what the timer waits for
         self._is_late = False  # and was told so: what else it sends is dropped
@@ -32,6 +57,14 @@ class TimedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client came; its head is awaited."""
         super().connection_made(transport)
+        num_beyond = len(self.connections) - self._limit.max_connections
+        if num_beyond > 0:
+            self._limit.tell(self.loop.time())
+        if num_beyond > SPARE_CONNECTIONS:
+            transport.abort()
+            return
+        if num_beyond > 0:
+            self.app = Full(self.app, self._limit.max_connections)
         self._await_head()
 
     def data_received(self, data: bytes) -> None:

@@ -2,29 +2,34 @@
 
 import asyncio
 import errno
+import logging
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
 
-from lamina.coordinator.cli.http_protocol import TimedProtocol
+from lamina.coordinator.api.settings import MAX_CONNECTIONS
+from lamina.coordinator.cli.http_protocol import ConnectionLimit, LimitedProtocol
 from lamina.spec.address import Address
 from lamina.spec.errors import InvalidConfig
 
+_log = logging.getLogger(__name__)
 _BACKLOG = 1024
+_OTHER_FILES = 200  # beside connections: sockets to workers and from those that join, the model
 _GRACE_S = 5.0  # for connections that are still open once everything was answered
 
 
 class HttpServer(uvicorn.Server):
     """Serves an app on bound sockets until `should_exit`; leaves signals to whoever owns the process."""
 
-    def __init__(self, app: FastAPI, bound: Sequence[socket.socket]) -> None:
+    def __init__(self, app: FastAPI, bound: Sequence[socket.socket], max_connections: int = MAX_CONNECTIONS) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=TimedProtocol,
+                http=partial(LimitedProtocol, ConnectionLimit(max_connections)),  # type: ignore[arg-type]
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -56,6 +61,24 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """uvicorn would take SIGTERM and SIGINT."""
         yield
+
+
+def allow_open_files(num_connections: int) -> None:
+    """Raise the soft limit of open files, often 1024, as far as so many connections need; a line if that cannot be."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_connections + _OTHER_FILES
+    if wanted <= soft or soft == resource.RLIM_INFINITY:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        _log.warning(
+            "this process may open %d files, too few for --max-connections %d: raise `ulimit -n`", most, num_connections
+        )
 
 
 def bind(address: Address) -> tuple[socket.socket, ...]:

@@ -16,7 +16,7 @@ from lamina.coordinator.api.served_model import ServedModel
 from lamina.coordinator.api.service import InferenceService
 from lamina.coordinator.api.state import Draining
 from lamina.coordinator.cli.announcement import announcement
-from lamina.coordinator.cli.http_server import HttpServer, address_of, bind
+from lamina.coordinator.cli.http_server import HttpServer, address_of, allow_open_files, bind
 from lamina.coordinator.cli.keeper import Keeper
 from lamina.coordinator.cli.options import is_interactive
 from lamina.coordinator.cli.serve_settings import ServeSettings
@@ -45,8 +45,9 @@ async def serve(model: ModelFile, session: SessionSettings, settings: ServeSetti
         created_s=int(time.time()),
     )
     service = InferenceService(served, Metrics())
+    allow_open_files(settings.max_connections)
     bound = bind(settings.listen)
-    server = HttpServer(create_app(service, settings.api), bound)
+    server = HttpServer(create_app(service, settings.api), bound, settings.max_connections)
     console = Console(stderr=True, width=None if is_interactive() else 110)
     keeper = Keeper(model, session, service, console, settings.recover_s, settings.replan_after_s)
     joins = None if addresses_of(session) else await JoinServer.start(settings.join_listen)

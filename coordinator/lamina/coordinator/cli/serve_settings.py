@@ -17,6 +17,7 @@ class ServeSettings:
     model_name: str
     join_listen: Address
     num_workers: int  # that must have joined before the model is split over them
+    max_connections: int
     drain_s: float
     recover_s: float  # that open requests wait when a worker is lost
     replan_after_s: float  # that the model waits for it, before it is split over the workers that are left

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lamina.coordinator.api.settings import MAX_BODY_BYTES, PING_S, ApiSettings
+from lamina.coordinator.api.settings import MAX_BODY_BYTES, MAX_CONNECTIONS, PING_S, ApiSettings
 from lamina.coordinator.cli import options
 from lamina.coordinator.cli.chat import ChatSettings
 from lamina.coordinator.cli.chat import chat as run_chat
@@ -74,6 +74,12 @@ def serve(
     max_body: Annotated[
         str, typer.Option(help="Largest request body, like 16M.", envvar="LAMINA_MAX_BODY")
     ] = f"{MAX_BODY_BYTES // 2**20}M",
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            help="HTTP connections served at a time; further ones get 503.", envvar="LAMINA_MAX_CONNECTIONS", min=1
+        ),
+    ] = MAX_CONNECTIONS,
     ping_s: Annotated[
         float, typer.Option(help="Seconds of silence before a stream is pinged.", envvar="LAMINA_PING_S", min=0.1)
     ] = PING_S,
@@ -120,6 +126,7 @@ def serve(
         model_name=model_name or model.stem,
         join_listen=parse_address(join_listen, allow_zero=True),
         num_workers=num_workers,
+        max_connections=max_connections,
         drain_s=drain_s,
         recover_s=recover_s,
         replan_after_s=replan_after_s,
