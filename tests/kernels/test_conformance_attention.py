@@ -139,6 +139,25 @@ def test_prefill_in_chunks_equals_prefill_at_once(computing: Bench) -> None:
     computing.assert_close("attention", np.concatenate(found), wanted)
 
 
+@pytest.mark.parametrize("dtype", [DType.F16, DType.BF16], ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("heads", [Heads(14, 2, 128, 128), Heads(8, 2, 64, 64)], ids=["gqa7", "gqa4"])
+@pytest.mark.parametrize(("window", "softcap", "sinks"), [(0, 0.0, False), (90, 20.0, True)], ids=["plain", "ruled"])
+def test_prefill_of_usual_heads(
+    computing: Bench, heads: Heads, dtype: DType, window: int, softcap: float, sinks: bool
+) -> None:
+    """Caches of large models in chunks of unlike lengths; slots not written hold NaN, which is not seen."""
+    _skip_without(computing, dtype)
+    paged = PagedSequences(computing, heads, [330, 21, 70, 16], dtype)
+    paged.spoil(range(paged.num_blocks), np.nan, np.nan)
+    paged.write_all()
+    pieces = [(0, 170, 330), (3, 15, 16), (1, 0, 21), (2, 64, 64), (2, 3, 70)]
+    q = computing.normal(sum(stop - start for _, start, stop in pieces), heads.num_heads, heads.key_dim)
+    sink = computing.normal(heads.num_heads) if sinks else None
+    rules = {"scale": heads.key_dim**-0.5, "window": window, "softcap": softcap, "sinks": sink}
+    found = paged.attend(q, pieces, **rules)  # type: ignore[arg-type]
+    computing.assert_close("attention", found, paged.expected(q, pieces, **rules))  # type: ignore[arg-type]
+
+
 def test_large_scores_do_not_overflow(computing: Bench) -> None:
     """Scores beyond the range of float32 exp: softmax is shifted by its maximum."""
     heads = Heads(2, 1, 32, 32)

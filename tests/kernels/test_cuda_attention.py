@@ -67,6 +67,45 @@ def test_a_chunk_far_into_a_context(window: int, dtype: DType) -> None:
     bench.assert_close("attention", found, paged.expected(q, pieces, scale=0.2, window=window))
 
 
+@pytest.mark.parametrize("view", [False, True], ids=["whole", "view"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_warpgroups_take_blocks_of_queries_in_rounds(dim: int, view: bool) -> None:
+    """More blocks than multiprocessors, of unlike lengths; scores rise along the keys, so that sums are rescaled."""
+    bench = emulated_bench()
+    paged = PagedSequences(bench, Heads(7, 1, dim, dim), [290, 150], DType.F16)
+    for keys in paged.k:
+        keys *= np.linspace(0.1, 6, len(keys), dtype=np.float32)[:, None, None]
+    paged.write_all()
+    pieces = [(0, 60, 290), (1, 0, 150)]
+    q = bench.normal(380, 7, dim)
+    found = paged.attend(q, pieces, scale=0.3, view=view)
+    bench.assert_close("attention", found, paged.expected(q, pieces, scale=0.3))
+    assert functions_of(bench).count("attend_wgmma") == 1
+
+
+@pytest.mark.parametrize(
+    ("cc", "heads", "dtype", "function"),
+    [
+        ((9, 0), Heads(4, 2, 64, 64), DType.BF16, "attend_wgmma"),
+        ((9, 0), Heads(4, 2, 128, 128), DType.F16, "attend_wgmma"),
+        ((9, 0), Heads(4, 2, 128, 128), DType.Q8_0, "attend_many"),
+        ((9, 0), Heads(4, 2, 128, 64), DType.F16, "attend_many"),
+        ((9, 0), Heads(4, 2, 80, 80), DType.F16, "attend_many"),
+        ((8, 9), Heads(4, 2, 128, 128), DType.F16, "attend_many"),
+        ((12, 0), Heads(4, 2, 64, 64), DType.BF16, "attend_many"),
+    ],
+)
+def test_who_computes_prefill(cc: tuple[int, int], heads: Heads, dtype: DType, function: str) -> None:
+    """Products of warpgroups are for 9.0 alone, and for the caches that their kernel has code for."""
+    bench = emulated_bench(cc)
+    paged = PagedSequences(bench, heads, [40], dtype)
+    paged.write_all()
+    q = bench.normal(40, heads.num_heads, heads.key_dim)
+    found = paged.attend(q, [(0, 0, 40)], scale=0.1)
+    bench.assert_close("attention", found, paged.expected(q, [(0, 0, 40)], scale=0.1))
+    assert functions_of(bench)[-1] == function
+
+
 def test_as_many_rows_as_sequences_but_unevenly() -> None:
     """Three rows of one sequence and two empty ones look like decode, and are still right."""
     bench = emulated_bench()

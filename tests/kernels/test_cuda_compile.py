@@ -41,6 +41,8 @@ PROGRAMS = (
     program("attention_many.cu", "attend_many", KV_TYPE=2, KEY_DIM=80, VALUE_DIM=80),
     program("attention_many.cu", "attend_many", KV_TYPE=3, KEY_DIM=64, VALUE_DIM=64),
     program("attention_plain.cu", "attend_plain", MAX_DIM=512),
+    program("attention_wgmma.cu", "attend_wgmma", KV_TYPE=1, KEY_DIM=128, VALUE_DIM=128),
+    program("attention_wgmma.cu", "attend_wgmma", KV_TYPE=2, KEY_DIM=64, VALUE_DIM=64),
 )
 
 
@@ -56,6 +58,21 @@ def test_compiles_for_old_and_new_cards(entry: Program, tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     assert (tmp_path / "kernel.fatbin").stat().st_size > 0
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize(("kv_type", "dim"), [(1, 64), (2, 64), (1, 128), (2, 128)])
+def test_warpgroup_products_keep_their_registers(kv_type: int, dim: int, tmp_path: Path) -> None:
+    """What only sm_90a has: nothing spills, and no product waits for another because the compiler could not tell."""
+    entry = program("attention_wgmma.cu", "attend_wgmma", KV_TYPE=kv_type, KEY_DIM=dim, VALUE_DIM=dim)
+    source = tmp_path / "kernel.cu"
+    source.write_text(source_text(entry.file), "utf-8")
+    options = ["-std=c++17", "-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-diag-suppress=177"]
+    command = ["nvcc", *options, *entry.options, "-o", str(tmp_path / "kernel.cubin"), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "0 bytes spill stores, 0 bytes spill loads" in result.stderr
+    assert "Performance Loss" not in result.stderr, result.stderr
 
 
 @pytest.mark.parametrize("file", sorted({file for file, _ in SIGNATURES}))

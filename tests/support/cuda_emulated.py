@@ -34,13 +34,15 @@ from lamina.kernels.cuda.device import (
 from lamina.kernels.cuda.programs import Program, assemble, packing_of
 
 _HEADER = Path(__file__).with_name("cuda_emulator.h")
+_WGMMA_HEADER = Path(__file__).with_name("cuda_emulator_wgmma.h")
 _KERNEL = re.compile(r"^KERNEL\b(?:\s*__launch_bounds__\([^\n]*?\)+)?\s*(\w+)\(", re.MULTILINE)
 _TOTAL_BYTES = 1 << 30
 
 
 def _library(program: Program) -> Path:
     """The compiled program, kept in the temporary directory from run to run."""
-    body = assemble(program.file, {"intrinsics.cuh": _HEADER.read_text("utf-8")})
+    headers = {"intrinsics.cuh": _HEADER.read_text("utf-8"), "wgmma.cuh": _WGMMA_HEADER.read_text("utf-8")}
+    body = assemble(program.file, headers)
     launchers = "\n".join(
         f'extern "C" void run_{name}(unsigned* g, unsigned threads, unsigned shared, void** a) '
         f"{{ emulator::launch({name}, {{g[0], g[1], g[2]}}, {{threads, 1, 1}}, shared, a); }}"

@@ -248,6 +248,7 @@ inline void mma_16bit(Halves mine) {
 }  // namespace emulator
 
 #define __CUDA_ARCH__ 900
+#define __CUDA_ARCH_FEAT_SM90_ALL
 #define HAS_BYTE_MMA 1
 #define HAS_HALF_MMA 1
 #define DEVICE inline

@@ -1,7 +1,8 @@
 """Attention as calls: which kernel serves which sequences, and over how many blocks the keys are split.
 
 Caches of 16 or 8 bits and heads of up to 256 values on cards with 16-bit tensor cores: one kernel for sequences with
-few queries per KV head (decode), one for the others (prefill); a step may need both. Everything else: the plain kernel.
+few queries per KV head (decode), one for the others (prefill), on Hopper another for its usual caches; a step may need
+both. Everything else: the plain kernel.
 """
 
 from dataclasses import dataclass
@@ -9,12 +10,15 @@ from dataclasses import dataclass
 from lamina.kernels.buffer import Buffer, DType, KvCache
 from lamina.kernels.cuda.kv_pages import KV_TYPES, key_page_bytes, key_width, pages_of, value_page_bytes, value_width
 from lamina.kernels.cuda.planner import NO_TARGET, Planner, Rows, address_of, ceil_div
-from lamina.kernels.cuda.policy import HALF_MMA
+from lamina.kernels.cuda.policy import HALF_MMA, HOPPER
 from lamina.kernels.cuda.programs import program
 from lamina.kernels.cuda.workspace import MAX_SPLITS, max_attention_parts
 
 TILE_QUERIES = 16
-STAGES = 2  # as in attention_many.cu
+STAGES = 2  # as in attention_many.cu and attention_wgmma.cu
+WGMMA_DIMS = (64, 128)
+WGMMA_QUERIES, WGMMA_THREADS, WGMMA_PAGES = 128, 384, 8  # of a block, and what it brings in at a time
+WGMMA_ALIGNMENT, WGMMA_BARRIER_BYTES = 1024, 32
 PLAIN_WARPS = 4
 LARGEST_TILE_DIM = 256  # beyond, a warp's registers do not hold its queries and outputs
 _ALL = 1 << 30
@@ -76,6 +80,11 @@ def many_shape(cache: KvCache) -> tuple[int, int, int]:
     if width <= 64:
         return 128, 4, 4
     return (64, 4, 2) if width <= 128 else (128, 8, 2)
+
+
+def serves_wgmma(cache: KvCache) -> bool:
+    """Whether `attend_wgmma` has code for a cache."""
+    return cache.dtype in (DType.F16, DType.BF16) and cache.key_dim == cache.value_dim and cache.key_dim in WGMMA_DIMS
 
 
 def choose_splits(num_units: int, num_multiprocessors: int) -> int:
@@ -141,6 +150,9 @@ def _plan_few(
 
 def _plan_many(planner: Planner, args: AttentionArgs, rows: Rows, few_queries: int, target: tuple[int, ...]) -> None:
     cache = args.cache
+    if planner.device.compute_capability == HOPPER and serves_wgmma(cache):
+        _plan_wgmma(planner, args, rows, few_queries, target)
+        return
     queries, warps, pages = many_shape(cache)
     blocks = ceil_div(rows.capacity * args.group, queries) + planner.shape.num_seqs - 1
     stage_bytes = pages * (key_page_bytes(cache.dtype, cache.key_dim) + value_page_bytes(cache.dtype, cache.value_dim))
@@ -150,6 +162,17 @@ def _plan_many(planner: Planner, args: AttentionArgs, rows: Rows, few_queries: i
     problem = _problem(planner, args, 1, few_queries, 0, 0)
     grid = (blocks, cache.num_kv_heads, 1)
     planner.call(entry, grid, 32 * warps, *problem, *target, shared_bytes=shared_bytes)
+
+
+def _plan_wgmma(planner: Planner, args: AttentionArgs, rows: Rows, few_queries: int, target: tuple[int, ...]) -> None:
+    cache = args.cache
+    blocks = ceil_div(rows.capacity * args.group, WGMMA_QUERIES) + planner.shape.num_seqs - 1
+    grid = (min(blocks * cache.num_kv_heads, planner.device.num_multiprocessors), 1, 1)
+    page_bytes = key_page_bytes(cache.dtype, cache.key_dim) + value_page_bytes(cache.dtype, cache.value_dim)
+    shared_bytes = WGMMA_ALIGNMENT + STAGES * (WGMMA_PAGES * page_bytes + WGMMA_BARRIER_BYTES)
+    entry = program("attention_wgmma.cu", "attend_wgmma", **_defines(cache))
+    problem = _problem(planner, args, 1, few_queries, 0, 0)
+    planner.call(entry, grid, WGMMA_THREADS, *problem, *target, shared_bytes=shared_bytes)
 
 
 def _plan_plain(planner: Planner, args: AttentionArgs, rows: Rows) -> None:

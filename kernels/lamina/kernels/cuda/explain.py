@@ -172,6 +172,8 @@ class CardOnPaper:
                 return "no bf16 tensor cores before 8.0"
             case "attention_few" | "attention_many":
                 return "16-bit tensor cores (8.0 and later)"
+            case "attention_wgmma":
+                return "16-bit tensor cores by whole warpgroups (9.0 alone)"
         return "the planner's choice for this card"
 
 

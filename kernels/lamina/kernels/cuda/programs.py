@@ -58,6 +58,7 @@ SIGNATURES: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("expert_dense.cu", "expert_linear"): (_MATRICES, _SELECTION, *"iiPiiPii"),
     ("attention_few.cu", "attend_few"): (_ATTENTION, _ACTIVATIONS),
     ("attention_many.cu", "attend_many"): (_ATTENTION, _ACTIVATIONS),
+    ("attention_wgmma.cu", "attend_wgmma"): (_ATTENTION, _ACTIVATIONS),
     ("attention_plain.cu", "attend_plain"): (_ATTENTION, *"iiiP"),
 }
 

@@ -1,6 +1,7 @@
 // Paged attention for sequences of more than few_queries queries per KV head (prefill), see tile.cuh.
 //
 // The warps of a block hold different queries of one sequence and KV head and share the pages in shared memory.
+#include "query_block.cuh"
 #include "tile.cuh"
 
 // By size of the heads (see `many_shape` in attention_plan.py): tiles of 16 queries of a warp, which all use a fragment of
@@ -82,34 +83,11 @@ DEVICE void add_stage(const Attention& p, const QueryChunk (&chunks)[WARP_TILES]
     }
 }
 
-DEVICE void write_tile(const Attention& p, Tile& tile, int first_row, int first_query, int queries, int head, int lane,
+DEVICE void write_tile(const Attention& p, const Tile& tile, const QueryBlock& block, int first_query, int lane,
                        const Activations& to) {
-    const int g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const int m = first_query + g + 8 * h;
-        if (m >= queries) continue;
-        const int row = first_row + m / p.group, query_head = head * p.group + m % p.group;
-        float total = tile.total[2 * h], kept = 1.f;
-        if (p.sinks) {
-            const float sink = p.sinks[query_head] * LOG2_E, overall = fmaxf(tile.highest[h], sink);
-            kept = merge_factor(tile.highest[h], overall);
-            total = total * kept + fast_exp2(sink - overall);
-        }
-        const float factor = total > 0.f ? kept / total : 0.f;
-#pragma unroll
-        for (int i = 0; i < VALUE_TILES; i++) {
-            const float low = tile.o[i][2 * h] * factor, high = tile.o[i][2 * h + 1] * factor;
-            const int column = query_head * VALUE_DIM + 8 * i + 2 * t;
-            float* at = p.out + static_cast<size_t>(row) * p.out_stride + column;
-            const int left = VALUE_DIM - 8 * i - 2 * t;
-            if (VALUE_DIM == VALUE_WIDTH || left > 0) at[0] = low;
-            if (VALUE_DIM == VALUE_WIDTH || left > 1) at[1] = high;
-            if (to.kind >= BF16S)
-                *reinterpret_cast<u32*>(to.halves + static_cast<size_t>(row) * to.columns + column) =
-                    to.kind == BF16S ? pack_bf16s(low, high) : pack_halves(low, high);
-        }
-    }
+    const int m = first_query + lane / 4;
+    if (m < block.queries) write_query<0>(p, block, m, tile.highest[0], tile.total[0], tile.o, lane, to);
+    if (m + 8 < block.queries) write_query<1>(p, block, m + 8, tile.highest[1], tile.total[2], tile.o, lane, to);
 }
 
 // Grid (tiles of BLOCK_QUERIES queries of all sequences, KV heads); blocks beyond the last tile do nothing.
@@ -118,28 +96,16 @@ attend_many(const Attention p, const Activations to) {
 #if HAS_HALF_MMA
     DYNAMIC_SHARED(memory);
     grid_release_dependents();
-    const int head = blockIdx.y, num_seqs = *p.num_seqs;
-    int index = blockIdx.x, seq = 0, first_row = 0, queries = 0;
-    for (;; seq++) {
-        if (seq >= num_seqs) {
-            grid_wait();
-            return;
-        }
-        first_row = p.row_starts[seq];
-        queries = (p.row_starts[seq + 1] - first_row) * p.group;
-        const int blocks = queries > p.few_queries ? ceil_div(queries, BLOCK_QUERIES) : 0;
-        if (index < blocks) {
-            index = blocks - 1 - index;  // the last rows see the most keys: start with them
-            break;
-        }
-        index -= blocks;
+    QueryBlock block;
+    if (!block.find(p, blockIdx.y, blockIdx.x, BLOCK_QUERIES)) {
+        grid_wait();
+        return;
     }
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int block_query = index * BLOCK_QUERIES, first_query = block_query + WARP_QUERIES * warp;
-    const int last_query = min(block_query + BLOCK_QUERIES, queries) - 1;
-    const int* table = p.block_table + static_cast<size_t>(seq) * p.table_stride;
-    const int begin = first_visible(p, p.positions[first_row + block_query / p.group]) / PAGE_TOKENS;
-    const int last_key = p.positions[first_row + last_query / p.group], end = last_key / PAGE_TOKENS + 1;
+    const int first_query = block.first_query + WARP_QUERIES * warp;
+    const int first_row = block.first_row, queries = block.queries, head = block.head, last_key = block.last_key;
+    const int begin = block.first_page, end = block.end_page;
+    const int* table = block.table(p);
     Tile tiles[WARP_TILES];
 #pragma unroll
     for (int m = 0; m < WARP_TILES; m++) tiles[m].start(p, first_row, first_query + 16 * m, queries, lane);
@@ -182,7 +148,7 @@ attend_many(const Attention p, const Activations to) {
 #pragma unroll
     for (int m = 0; m < WARP_TILES; m++) {
         const int first = first_query + 16 * m;
-        if (first < queries) write_tile(p, tiles[m], first_row, first, queries, head, lane, to);
+        write_tile(p, tiles[m], block, first, lane, to);
     }
 #endif
 }

@@ -236,8 +236,3 @@ struct Tile {
         }
     }
 };
-
-// What a sum over keys with this largest score counts in one with the largest score `overall`.
-DEVICE float merge_factor(float highest, float overall) {
-    return highest == NEGATIVE_INFINITY ? 0.f : fast_exp2(highest - overall);
-}
