@@ -236,6 +236,9 @@ class EmulatedDevice:
     def event_done(self, event: Any) -> bool:
         return True
 
+    def event_probe(self, event: Any) -> None:
+        """Events of the emulator are Python's alone."""
+
     def follow(self, event: Any) -> None: ...
 
     def close(self) -> None:

@@ -31,7 +31,6 @@ class FakeStage:
         self.is_last = is_last
         self.facts = StageFacts(cache_bytes=1)
         self.told: list[str] = []  # edits and steps
-        self.nonfinite = 0
 
     max_launched = 1
 
@@ -55,9 +54,12 @@ class FakeStage:
     def finish(self, launched: LaunchedStep) -> StageResult:
         ready = launched.ready
         if not self.is_last:
-            return StageResult(ready, np.ones((ready.plan.num_rows, SPEC.hidden), np.float32), None, self.nonfinite)
+            return StageResult(ready, np.ones((ready.plan.num_rows, SPEC.hidden), np.float32), None)
         tokens = tuple(SampledToken(piece.seq, piece.end, 5) for piece in ready.plan.slices)
-        return StageResult(ready, None, StepDone(ready.plan.epoch, ready.plan.step, tokens), 0)
+        return StageResult(ready, None, StepDone(ready.plan.epoch, ready.plan.step, tokens))
+
+    def note_nonfinite(self, plan: StepPlan, hidden: NDArray[np.float32]) -> None:
+        assert np.isfinite(hidden).all()
 
     def add_sequence(self, add: AddSequence) -> None:
         self.told.append(f"add {add.seq}")

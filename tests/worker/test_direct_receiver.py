@@ -6,27 +6,31 @@ import random
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
 from lamina.rpc_worker import direct_listener
+from lamina.rpc_worker.device_thread import DeviceThread, Feed
 from lamina.rpc_worker.direct_listener import DirectListener, Offer
-from lamina.rpc_worker.direct_sender import dial
+from lamina.rpc_worker.direct_sender import dial, ping
 from lamina.spec.address import Address
 from lamina.spec.errors import InvalidConfig, InvalidPlan, LaminaError, StaleEpoch, WorkerLost
 from lamina.v1 import step_pb2 as pb
 from lamina.wire.direct import KEY_BYTES, MAGIC, MAX_HEAD_BYTES, MAX_PING_BYTES, beginning, preface
 from lamina.wire.frames import MAX_PAYLOAD_BYTES, Frame
 from support.loopback import eventually, run_scene
+from support.spinning import spinning_thread
 
 
 class Taker:
-    """A stage that takes frames of epoch 1, and remembers what came."""
+    """A stage that takes frames of epoch 1, and remembers what came. Its compute thread reads on, if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: DeviceThread | None = None) -> None:
+        self.device = device
+        self.num_lent = 0
         self.frames: list[Frame] = []
         self.answers: list[pb.StepDone] = []
 
@@ -44,6 +48,11 @@ class Taker:
             raise ValueError("unlucky")
         self.answers.append(message)
 
+    def lend(self, feed: Feed) -> bool:
+        is_lent = self.device is not None and self.device.lend(feed)
+        self.num_lent += is_lent
+        return is_lent
+
 
 @asynccontextmanager
 async def listening() -> AsyncIterator[DirectListener]:
@@ -55,15 +64,25 @@ async def listening() -> AsyncIterator[DirectListener]:
         await eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("edge")])
 
 
+WAYS = ["its own thread reads", "the compute thread reads"]
+
+
 @asynccontextmanager
-async def edge() -> AsyncIterator[tuple[Taker, Offer, socket.socket]]:
-    """A stage, the offer of its edge, and a connection that was accepted for it."""
-    taker = Taker()
-    async with listening() as listener:
-        with listener.offer(taker) as offer:
-            connection, _ = await dial(Address("127.0.0.1", offer.port), offer.key)
-            with connection:
-                yield taker, offer, connection
+async def edge(way: str = WAYS[0]) -> AsyncIterator[tuple[Taker, Offer, socket.socket]]:
+    """A stage, the offer of its edge, and a connection that was accepted for it and, on one way, has been lent."""
+    async with AsyncExitStack() as stack:
+        listener = await stack.enter_async_context(listening())
+        taker = Taker()
+        if way == WAYS[1]:
+            taker.device = await stack.enter_async_context(spinning_thread(30.0))
+        offer = stack.enter_context(listener.offer(taker))
+        connection, _ = await dial(Address("127.0.0.1", offer.port), offer.key)
+        stack.enter_context(connection)
+        if taker.device is not None:
+            connection.sendall(done_message())
+            await eventually(lambda: taker.num_lent == 1)
+            taker.answers.clear()
+        yield taker, offer, connection
 
 
 def frame_message(payload: bytes, epoch: int = 1, step: int = 0) -> bytes:
@@ -81,12 +100,13 @@ async def end_of(offer: Offer) -> LaminaError:
         return await offer.ended
 
 
-def test_messages_arrive_whole_however_they_are_cut() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_messages_arrive_whole_however_they_are_cut(way: str) -> None:
     """Pieces of random sizes, from one byte to several messages."""
 
     async def scene() -> None:
         rng = random.Random(1)
-        async with edge() as (taker, offer, connection):
+        async with edge(way) as (taker, offer, connection):
             payloads = [rng.randbytes(4 * size) for size in (1, 5, 100, 16_383, 16_384, 60_000, 500_000, 3)]
             stream = b"".join(frame_message(p, step=i) + done_message(i) for i, p in enumerate(payloads))
             start = 0
@@ -101,6 +121,7 @@ def test_messages_arrive_whole_however_they_are_cut() -> None:
             assert [frame.step for frame in taker.frames] == [done.step for done in taker.answers] == [*range(8)]
             assert all(isinstance(frame.payload, np.ndarray) for frame in taker.frames)
             assert not offer.ended.done()
+            assert taker.num_lent == (way == WAYS[1]), "lent for as long as there is something to do"
 
     run_scene(scene)
 
@@ -122,12 +143,15 @@ REFUSED: list[tuple[str, bytes, type[LaminaError], str]] = [
 ]
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("sent", "error", "says"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
-def test_what_is_wrong_ends_the_connection_with_its_reason(sent: bytes, error: type[LaminaError], says: str) -> None:
+def test_what_is_wrong_ends_the_connection_with_its_reason(
+    sent: bytes, error: type[LaminaError], says: str, way: str
+) -> None:
     """P-15: before anything is allocated for it, or waited for."""
 
     async def scene() -> None:
-        async with edge() as (taker, offer, connection):
+        async with edge(way) as (taker, offer, connection):
             connection.sendall(sent)
             found = await end_of(offer)
             assert type(found) is error
@@ -147,12 +171,13 @@ def hangs_up(connection: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cut", [0, 4, 20, 60])
-def test_a_connection_in_use_that_breaks_is_a_loss(cut: int) -> None:
+def test_a_connection_in_use_that_breaks_is_a_loss(cut: int, way: str) -> None:
     """Between two messages as well as within one."""
 
     async def scene() -> None:
-        async with edge() as (taker, offer, connection):
+        async with edge(way) as (taker, offer, connection):
             connection.sendall(frame_message(bytes(100)) + frame_message(bytes(100))[:cut])
             await eventually(lambda: len(taker.frames) == 1)
             connection.close()
@@ -174,19 +199,47 @@ def test_a_connection_that_was_given_up_before_its_first_frame_is_no_loss() -> N
     run_scene(scene)
 
 
-def test_the_end_of_the_offer_ends_the_connection() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_the_end_of_the_offer_ends_the_connection(way: str) -> None:
     async def scene() -> None:
-        taker = Taker()
-        async with listening() as listener:
-            with listener.offer(taker) as offer:
-                connection, rtt_s = await dial(Address("127.0.0.1", offer.port), offer.key)
-                assert 0 < rtt_s < 1
-                connection.sendall(frame_message(bytes(8)))
-                await eventually(lambda: len(taker.frames) == 1)
+        async with edge(way) as (taker, offer, connection):
+            connection.sendall(frame_message(bytes(8)))
+            await eventually(lambda: len(taker.frames) == 1)
+            offer.receiver.close()
             assert await asyncio.to_thread(hangs_up, connection)
-            connection.close()
-            await asyncio.sleep(0.01)
+            await eventually(lambda: not [t for t in threading.enumerate() if t.name == "edge-reader"])
+            await asyncio.sleep(0)
             assert not offer.ended.done(), "nobody lost anything"
+
+    run_scene(scene)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pings_are_answered_whoever_reads(way: str) -> None:
+    """Also one larger than the buffer has room for."""
+
+    async def scene() -> None:
+        async with edge(way) as (_, _, connection):
+            for size in (0, 8192, MAX_PING_BYTES, 10):
+                assert 0 < await asyncio.to_thread(ping, connection, size) < 5
+
+    run_scene(scene)
+
+
+def test_a_feed_that_is_handed_back_is_read_by_its_thread_and_lent_again() -> None:
+    """In the middle of a frame as well."""
+
+    async def scene() -> None:
+        async with edge(WAYS[1]) as (taker, _, connection):
+            assert taker.device is not None
+            for count in range(1, 6):
+                message = frame_message(bytes(400_000))
+                connection.sendall(message[: 100_000 * (count % 3)])
+                await asyncio.sleep(0.01)
+                await taker.device.call(lambda: None)  # hands everything back
+                await asyncio.to_thread(connection.sendall, message[100_000 * (count % 3) :])
+                await eventually(lambda count=count: len(taker.frames) == count)  # type: ignore[misc]
+            assert taker.num_lent > 3
 
     run_scene(scene)
 

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +105,14 @@ class Stream:
 
 class Event:
     """A point in a stream; backends with real events derive from it."""
+
+
+class EventProbe(NamedTuple):
+    """How native code asks whether an event is done: `function(event)`, by address, says `pending` until it is."""
+
+    function: int
+    event: int
+    pending: int
 
 
 class HostCopy:
@@ -337,6 +346,10 @@ class Backend(ABC):
     def event_done(self, event: Event) -> bool:
         """Whether `wait_event` would return at once."""
         raise Unsupported(f"{self.name} has no events")
+
+    def event_probe(self, event: Event) -> EventProbe | None:
+        """How others than the interpreter ask `event_done`; None where they cannot."""
+        return None
 
     def follow(self, event: Event) -> None:
         """What is launched from now on runs after an event recorded by a backend that this one `reaches`.

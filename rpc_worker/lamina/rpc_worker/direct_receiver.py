@@ -1,8 +1,11 @@
-"""The receiving end of an edge's direct connection: a thread that reads frames and answers straight into the stage.
+"""The receiving end of an edge's direct connection: it reads frames and answers straight into the stage.
 
-It blocks in the socket, so that a message waits for no loop; what comes it checks before anything is allocated for it,
-and brings to the stage, which any thread may do. The gRPC stream that offered the connection owns it, and tells the
-sender why it ended.
+A thread of its own blocks in the socket, so that a message waits for no loop; what comes it checks before anything is
+allocated for it, and brings to the stage, which any thread may do. Between the steps of a sequence it lends the
+connection to the compute thread, which spins for the next message instead of being woken, if that does so at all: one
+of the two reads at a time, and only the thread of its own waits, refuses, and ends the connection.
+
+The gRPC stream that offered the connection owns it, and tells the sender why it ended.
 """
 
 import asyncio
@@ -17,17 +20,19 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from lamina.rpc_worker.device_thread import Feed
 from lamina.spec.errors import InvalidPlan, LaminaError, WorkerLost
 from lamina.v1 import step_pb2 as pb
 from lamina.wire.direct import LENGTHS_BYTES, MAX_PING_BYTES, beginning, read_lengths
 from lamina.wire.frames import Frame, read_frame
 
 _log = logging.getLogger(__name__)
+_NOTHING: NDArray[np.uint8] = np.empty(0, np.uint8)
 _BUFFER_BYTES = 64 * 2**10  # a message of one step of a few tokens comes with one call
 
 
 class Taker(Protocol):
-    """The stage that the edge leads to, for any thread. Each raises LaminaError for what cannot be taken."""
+    """The stage that the edge leads to, for any thread. Each but `lend` raises LaminaError for what cannot be taken."""
 
     def expect_frame(self, frame: Frame) -> None:
         """Whether a frame may come whose payload has not been read."""
@@ -37,6 +42,9 @@ class Taker(Protocol):
 
     def take_answer(self, message: pb.StepDone) -> None:
         """On stage 0: what the last stage has sampled."""
+
+    def lend(self, feed: Feed) -> bool:
+        """Have the compute thread read from now on, until it hands the feed back; False if it never does that."""
 
 
 class DirectReceiver:
@@ -50,10 +58,9 @@ class DirectReceiver:
         self._taker = taker
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
-        self._connection: socket.socket | None = None
+        self._inlet: Inlet | None = None
         self._lock = threading.Lock()  # the socket is closed by its thread alone, and not shut down after that
         self._is_closed = False
-        self._is_used = False
 
     def begin(self, connection: socket.socket) -> None:
         """Read from it until it ends or is closed."""
@@ -61,101 +68,170 @@ class DirectReceiver:
             if self._is_closed:
                 connection.close()
                 return
-            self._connection = connection
-        threading.Thread(target=self._run, args=(connection,), name="edge-reader", daemon=True).start()
+            self._inlet = Inlet(connection, self._taker)
+        threading.Thread(target=self._run, args=(self._inlet,), name="edge-reader", daemon=True).start()
 
     def close(self) -> None:
         """End the connection, if there is one, and the thread; nothing is taken from it any more."""
         with self._lock:
             self._is_closed = True
-            if self._connection is not None:
+            if self._inlet is not None:
                 with suppress(OSError):  # it may be gone already
-                    self._connection.shutdown(socket.SHUT_RDWR)
+                    self._inlet.connection.shutdown(socket.SHUT_RDWR)
+                self._inlet.hand_back()  # should the compute thread have ended with it
 
-    def _run(self, connection: socket.socket) -> None:
+    def _run(self, inlet: "Inlet") -> None:
         try:
-            self._read(connection, _Inlet(connection))
+            while not self._is_closed:
+                inlet.receive()
+                if inlet.is_used and self._taker.lend(inlet):
+                    inlet.wait_for_return()
         except LaminaError as error:
             self._end(error)
         except (OSError, EOFError) as error:
-            if self._is_used:
+            if inlet.is_used:
                 self._end(WorkerLost(f"the direct connection broke: {error}"))
         except Exception as error:
             _log.exception("reading from a direct connection failed")
             self._end(LaminaError(f"{type(error).__name__}: {error}"))
         finally:
             with self._lock:
-                self._connection = None
-                connection.close()
+                self._inlet = None
+                inlet.connection.close()
 
     def _end(self, error: LaminaError) -> None:
         if not self._is_closed:
             with suppress(RuntimeError):  # the loop is closed: the worker is gone
                 self._loop.call_soon_threadsafe(self._on_end, error)
 
-    def _read(self, connection: socket.socket, inlet: "_Inlet") -> None:
-        while not self._is_closed:
-            num_head, num_payload = read_lengths(inlet.read(LENGTHS_BYTES))
-            try:
-                message = pb.FramesRequest.FromString(inlet.read(num_head))
-            except DecodeError as error:
-                raise InvalidPlan(f"a message cannot be parsed: {error}") from None
-            kind = message.WhichOneof("body")
-            if kind == "ping" and num_payload <= MAX_PING_BYTES:
-                head = pb.FramesResponse(pong=message.ping).SerializeToString()
-                connection.sendall(beginning(head, num_payload) + inlet.read(num_payload))
-                continue
-            self._is_used = True
-            if kind == "frame" and not message.frame.payload:
-                frame = read_frame(message.frame, num_payload)
-                self._taker.expect_frame(frame)
-                self._taker.take_frame(frame._replace(payload=inlet.read_payload(num_payload)))
-            elif kind == "done" and not num_payload:
-                self._taker.take_answer(message.done)
-            else:
-                raise InvalidPlan(f"message {kind!r} is out of order on a direct connection")
 
+class Inlet:
+    """What comes from a connection, in whatever pieces, as messages for the stage. A `Feed` that its thread may lend.
 
-class _Inlet:
-    """What comes from a connection, in pieces of a wanted size. Raises OSError, and EOFError when it ends."""
+    Raises OSError, EOFError when it ends, LaminaError for what cannot be taken, and whatever the stage raises by fault.
+    """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, connection: socket.socket, taker: Taker) -> None:
+        self.connection = connection
+        self.is_used = False  # by anything but pings
+        self._taker = taker
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0  # of what was received and not read
+        self._frame: Frame | None = None  # whose payload is being received
+        self._payload = _NOTHING
+        self._num_held = 0  # of the payload
+        self._failure: Exception | None = None  # to be raised by the thread of its own
+        self._returned = threading.Semaphore(0)
 
-    def read(self, num_bytes: int) -> bytes:
-        """So many bytes, copied."""
-        if num_bytes > _BUFFER_BYTES:
-            return self.read_payload(num_bytes).tobytes()
-        if num_bytes > _BUFFER_BYTES - self._start:
-            held = self._end - self._start
-            self._buffer[:held] = bytes(self._buffer[self._start : self._end])
-            self._start, self._end = 0, held
-        while self._end - self._start < num_bytes:
-            self._end += self._receive(self._buffer[self._end :])
-        piece = bytes(self._buffer[self._start : self._start + num_bytes])
+    # -- lent to the compute thread
+
+    def fileno(self) -> int:
+        """Of the connection."""
+        return self.connection.fileno()
+
+    def read(self) -> bool:
+        """Take what is there. False, once there is something to be raised."""
+        try:
+            self.receive(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
+        except Exception as error:
+            self._failure = error
+            return False
+        return True
+
+    def hand_back(self) -> None:
+        """To the thread that waits for it."""
+        self._returned.release()
+
+    def wait_for_return(self) -> None:
+        """Until the compute thread hands the feed back. Raises what came to it there."""
+        self._returned.acquire()
+        if self._failure is not None:
+            raise self._failure
+
+    # -- by whichever thread has it
+
+    def receive(self, flags: int = 0) -> None:
+        """Receive once, waiting for something unless the flags say otherwise, and take the messages that are whole."""
+        if self._frame is not None:
+            rest = self._payload.data[self._num_held :]
+            self._num_held += self._receive_into(rest, flags or socket.MSG_WAITALL)
+            self._take_frame_if_whole(self._frame)
+            return
+        if self._end == len(self._buffer):
+            self._make_room(0)
+        self._end += self._receive_into(self._buffer[self._end :], flags)
+        while self._frame is None and self._take_message():
+            pass
+
+    def _receive_into(self, target: memoryview, flags: int) -> int:
+        received = self.connection.recv_into(target, 0, flags)
+        if not received:
+            raise EOFError("it was hung up on")
+        return received
+
+    def _take_message(self) -> bool:
+        """Whether there was the head of one, with a ping's payload."""
+        start, num_held = self._start, self._end - self._start
+        if num_held < LENGTHS_BYTES:
+            return False
+        num_head, num_payload = read_lengths(self._buffer[start : start + LENGTHS_BYTES])
+        if num_held < LENGTHS_BYTES + num_head:
+            self._make_room(LENGTHS_BYTES + num_head)
+            return False
+        start += LENGTHS_BYTES
+        try:
+            message = pb.FramesRequest.FromString(self._buffer[start : start + num_head].tobytes())
+        except DecodeError as error:
+            raise InvalidPlan(f"a message cannot be parsed: {error}") from None
+        kind = message.WhichOneof("body")
+        if kind == "ping" and num_payload <= MAX_PING_BYTES:
+            return self._answer_ping(message.ping, num_head, num_payload)
+        self.is_used = True
+        self._advance(LENGTHS_BYTES + num_head)
+        if kind == "frame" and not message.frame.payload:
+            self._begin_frame(read_frame(message.frame, num_payload))
+        elif kind == "done" and not num_payload:
+            self._taker.take_answer(message.done)
+        else:
+            raise InvalidPlan(f"message {kind!r} is out of order on a direct connection")
+        return True
+
+    def _answer_ping(self, ping: pb.Ping, num_head: int, num_payload: int) -> bool:
+        num_bytes = LENGTHS_BYTES + num_head + num_payload
+        if self._end - self._start < num_bytes:
+            self._make_room(num_bytes)
+            return False
+        payload = self._buffer[self._start + num_bytes - num_payload : self._start + num_bytes]
+        head = pb.FramesResponse(pong=ping).SerializeToString()
+        self.connection.sendall(beginning(head, num_payload) + payload)
         self._advance(num_bytes)
-        return piece
+        return True
 
-    def read_payload(self, num_bytes: int) -> NDArray[np.uint8]:
-        """So many bytes, uint8 [bytes], received where they stay but for what has come already."""
-        values = np.empty(num_bytes, np.uint8)
-        target = values.data
-        held = min(num_bytes, self._end - self._start)
-        target[:held] = self._buffer[self._start : self._start + held]
+    def _begin_frame(self, frame: Frame) -> None:
+        """Make room for a payload where it stays, and put there what of it has come along with the head."""
+        self._taker.expect_frame(frame)
+        self._frame, self._payload = frame, np.empty(frame.num_bytes, np.uint8)
+        self._num_held = held = min(frame.num_bytes, self._end - self._start)
+        self._payload.data[:held] = self._buffer[self._start : self._start + held]
         self._advance(held)
-        while held < num_bytes:
-            held += self._receive(target[held:], socket.MSG_WAITALL)
-        return values
+        self._take_frame_if_whole(frame)
+
+    def _take_frame_if_whole(self, frame: Frame) -> None:
+        if self._num_held == frame.num_bytes:
+            payload, self._frame, self._payload = self._payload, None, _NOTHING
+            self._taker.take_frame(frame._replace(payload=payload))
 
     def _advance(self, num_bytes: int) -> None:
         self._start += num_bytes
         if self._start == self._end:
             self._start = self._end = 0
 
-    def _receive(self, target: memoryview, flags: int = 0) -> int:
-        received = self._connection.recv_into(target, 0, flags)
-        if not received:
-            raise EOFError("it was hung up on")
-        return received
+    def _make_room(self, num_bytes: int) -> None:
+        """For a message of so many bytes, the first of what is held: at the start, in a larger buffer if need be."""
+        held = self._buffer[self._start : self._end].tobytes()
+        if num_bytes > len(self._buffer):
+            self._buffer = memoryview(bytearray(num_bytes))
+        self._buffer[: len(held)] = held
+        self._start, self._end = 0, len(held)

@@ -131,7 +131,10 @@ class DirectSender:
         return len(self._waiting)
 
     def send(self, head: bytes, payload: memoryview = _NOTHING) -> None:
-        """Send a message, whose payload (bytes) nobody may change any more. Never waits, never raises."""
+        """Send a message; what of its payload (bytes) the connection does not take at once is copied.
+
+        Never waits, never raises.
+        """
         parts = [memoryview(beginning(head, len(payload))), payload]
         reason = ""
         with self._changed:
@@ -145,7 +148,7 @@ class DirectSender:
                 if left and len(self._waiting) >= self._max_waiting:
                     self._is_broken, reason = True, f"it has taken nothing of the last {self._max_waiting} messages"
                 elif left:
-                    self._waiting.append(left)
+                    self._waiting.append([memoryview(part.tobytes()) for part in left])
                     self._changed.notify()
         if reason:
             self._on_broken(reason)

@@ -133,9 +133,9 @@ class RemoteLink:
     # -- on the compute thread
 
     def take_hidden(self, plan: StepPlan, hidden: NDArray[np.float32]) -> None:
-        """Send a frame; `hidden` is float32 [rows, H], and nobody's but the link's."""
+        """Send a frame of `hidden`, float32 [rows, H], which is not needed after the call."""
         if self._direct is None:
-            self._tell_loop(partial(self._queue_frame, plan, hidden))
+            self._tell_loop(partial(self._queue_message, encode_frame(plan, hidden, self._wire_dtype)))
         else:
             payload = wire_values(hidden, self._wire_dtype).reshape(-1).view(np.uint8)
             self._direct.send(encode_frame_head(plan, hidden, self._wire_dtype), payload.data)
@@ -166,9 +166,6 @@ class RemoteLink:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._channel.close()
-
-    def _queue_frame(self, plan: StepPlan, hidden: NDArray[np.float32]) -> None:
-        self._queue_message(encode_frame(plan, hidden, self._wire_dtype))
 
     def _queue_message(self, message: bytes) -> None:
         """A peer that takes none for MAX_RUN_AHEAD steps is given up."""

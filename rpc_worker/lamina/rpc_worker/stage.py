@@ -39,12 +39,14 @@ _log = logging.getLogger(__name__)
 
 
 class StageResult(NamedTuple):
-    """What a step left: the hidden state float32 [rows, H] for the next stage, or the last stage's answer."""
+    """What a step left: the hidden state float32 [rows, H] for the next stage, or the last stage's answer.
+
+    The hidden state is there until a step is launched after the next one; who needs it for longer copies it.
+    """
 
     ready: ReadyStep
     hidden: NDArray[np.float32] | None
     done: StepDone | None
-    num_nonfinite_rows: int
 
 
 Rows = tuple[tuple[SeqId, int], ...]
@@ -263,6 +265,10 @@ class Stage:
         """When to look whether the oldest launched step is done, on the clock of time.perf_counter."""
         return self._meter.due_s(launched.start_s, launched.ready.plan)
 
+    def note_unfinished(self) -> None:
+        """The oldest launched step was watched, and not done until just now."""
+        self._meter.look(is_done=False)
+
     def is_done(self, launched: LaunchedStep) -> bool:
         """Whether `finish` need not wait for the device."""
         return self._meter.look(is_done=launched.outcome.transfers.is_done())
@@ -273,16 +279,21 @@ class Stage:
         launched.outcome.transfers.wait()
         model = self._loaded_model()
         if model.is_last:
-            result = StageResult(ready, None, self._answer(model, launched), 0)
+            result = StageResult(ready, None, self._answer(model, launched))
         elif not len(values):  # handed over
-            result = StageResult(ready, None, None, 0)
+            result = StageResult(ready, None, None)
         else:
-            hidden = launched.outcome.transfers.keep(values).astype(np.float32, copy=False)
-            result = StageResult(ready, hidden, None, _num_nonfinite_rows(hidden))
+            result = StageResult(ready, values.astype(np.float32, copy=False), None)
         self._meter.count(launched.start_s, ready.plan, recorded=launched.recorded)
         if self._tracer is not None:
             self._tracer.end_span("step", ready.plan.step)
         return result
+
+    def note_nonfinite(self, plan: StepPlan, hidden: NDArray[np.float32]) -> None:
+        """Log how many rows of what a step left are not finite, if any; the last stage decides what that means."""
+        if not math.isfinite(hidden.sum()):
+            num_rows = np.count_nonzero(~np.isfinite(hidden.sum(axis=1)))
+            _log.error("layers %s: %d rows of step %d are not finite", self._layers, num_rows, plan.step)
 
     def _answer(self, model: StageModel, launched: LaunchedStep) -> StepDone:
         plan, rows = launched.ready.plan, launched.rows
@@ -383,12 +394,6 @@ def _logit_rows(plan: StepPlan, last_rows: NDArray[np.int32]) -> NDArray[np.int3
         return np.concatenate(ranges).astype(np.int32)
     wanted = [piece.want_logits for piece in plan.slices]
     return last_rows if all(wanted) else last_rows[wanted]
-
-
-def _num_nonfinite_rows(hidden: NDArray[np.float32]) -> int:
-    if math.isfinite(hidden.sum()):
-        return 0
-    return int(np.count_nonzero(~np.isfinite(hidden.sum(axis=1))))
 
 
 def _no_logits(rows: list[int]) -> NDArray[np.float32]:

@@ -8,10 +8,10 @@ import logging
 from collections import deque
 from dataclasses import dataclass
 
-from lamina.rpc_worker.device_thread import DeviceThread
+from lamina.rpc_worker.device_thread import DeviceThread, Feed
 from lamina.rpc_worker.grammar import GrammarCompiler
 from lamina.rpc_worker.link import Link
-from lamina.rpc_worker.stage import Stage, StageResult
+from lamina.rpc_worker.stage import Stage
 from lamina.rpc_worker.step_queue import StepQueue
 from lamina.rpc_worker.step_runner import Neighbour, Outcome, StepRunner
 from lamina.spec.errors import InvalidPlan, InvalidRequest, LaminaError, StaleEpoch, Unavailable, WorkerLost
@@ -206,6 +206,10 @@ class StageRuntime:
         self._queue.add_done(done_from_message(message))
         self._runner.wake()
 
+    def lend(self, feed: Feed) -> bool:
+        """Have the compute thread read a feed between steps, until it hands it back; False if it never does that."""
+        return self.device.lend(feed)
+
     def _require_open(self) -> None:
         if self.has_ended:
             raise StaleEpoch(f"{self._who}: epoch {self.key.epoch} has ended")
@@ -282,15 +286,8 @@ class StageRuntime:
         elif outcome.done is not None:
             self._answer(outcome.done, taker)
         else:
-            self._note_hidden(outcome, taker)
-
-    def _note_hidden(self, result: StageResult, taker: Neighbour | None) -> None:
-        """Of a hidden state that is not finite, or that there was nobody to take."""
-        step = result.ready.plan.step
-        if result.num_nonfinite_rows:
-            _log.error("%s: %d rows of step %d are not finite", self._who, result.num_nonfinite_rows, step)
-        if taker is None:
-            self.fail(Unavailable(f"no edge to stage {self.key.next_index} for step {step}; link the stages first"))
+            where = f"stage {self.key.next_index} for step {outcome.ready.plan.step}"
+            self.fail(Unavailable(f"no edge to {where}; link the stages first"))
 
     def _answer(self, done: StepDone, taker: Neighbour | None) -> None:
         """Tell the coordinator, who relays the tokens to stage 0 unless they have taken an edge that stands."""

@@ -87,15 +87,16 @@ class StepTransfers:
         self.close()
         return Loan(self._backend, buffer, num_rows, self._event)
 
-    def keep(self, values: Array) -> Array:
-        """What `download` gave, for longer than the slot's."""
-        return values.copy() if self._is_async else values
-
     def close(self) -> None:
         """Everything of this step has been launched."""
         if self._event is not None:
             self._backend.record_event(self._event)
             self._is_done = False
+
+    @property
+    def event(self) -> Event | None:
+        """Where the device is through with the step; None on one that is so at once."""
+        return self._event
 
     def is_done(self) -> bool:
         """Whether the device is through with the step."""

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.kernels.backend import Event
 from lamina.rpc_worker.device_thread import DeviceThread
 from lamina.rpc_worker.loan import Loan
 from lamina.rpc_worker.stage import LaunchedStep, PreparedStep, Stage, StageResult
@@ -33,7 +34,7 @@ class Neighbour(Protocol):
     """Who takes what a stage's steps leave, on the compute thread. Raises LaminaError for what it refuses."""
 
     def take_hidden(self, plan: StepPlan, hidden: NDArray[np.float32]) -> None:
-        """A step's hidden state, float32 [rows, H], for the next stage."""
+        """A step's hidden state, float32 [rows, H], for the next stage; it is there during the call only."""
 
     def take_done(self, done: StepDone) -> None:
         """What the last stage has sampled, for stage 0."""
@@ -104,8 +105,15 @@ class StepRunner:
         self._queue.add_lent(epoch, lent)
         self.wake()
 
-    def take_hidden(self, plan: StepPlan, hidden: Hidden) -> None:
+    def take_hidden(self, plan: StepPlan, hidden: NDArray[np.float32]) -> None:
         """What the stage before has made of a step. Raises StaleEpoch or InvalidPlan."""
+        self._take_input(plan, hidden.copy())
+
+    def take_loan(self, plan: StepPlan, loan: Loan) -> None:
+        """The same, on the device of the stage before. Raises StaleEpoch or InvalidPlan."""
+        self._take_input(plan, loan)
+
+    def _take_input(self, plan: StepPlan, hidden: Hidden) -> None:
         self._require_open()
         self._queue.add_hidden(plan.epoch, plan.step, hidden)
         self.wake()
@@ -132,6 +140,14 @@ class StepRunner:
             self._stopped = True
             self._device.tell_loop(partial(self._on_outcome, error, None))
             return None
+
+    def awaited(self) -> Event | None:
+        """What the oldest launched step is done with."""
+        return self._launched[0].outcome.transfers.event if self._launched else None
+
+    def note_unfinished(self) -> None:
+        """That was watched, and not done until just now."""
+        self._stage.note_unfinished()
 
     def _close(self) -> None:
         self._launched.clear()
@@ -193,7 +209,7 @@ class StepRunner:
             self._give(lambda: neighbour.take_lent(plan.epoch, lent))
         else:
             loan.on_back = self.wake
-            self._give(lambda: neighbour.take_hidden(plan, loan))
+            self._give(lambda: neighbour.take_loan(plan, loan))
 
     def _has_room(self) -> bool:
         launched = self._launched
@@ -220,12 +236,15 @@ class StepRunner:
         return False
 
     def _deliver(self, result: StageResult) -> None:
-        neighbour = self._neighbour
-        if result.done is None and result.hidden is None:
+        neighbour, hidden = self._neighbour, result.hidden
+        if result.done is None and hidden is None:
             return  # lent when it was launched
         taker = neighbour if neighbour is not None and self._give(partial(_hand_over, neighbour, result)) else None
-        if neighbour is not None and result.done is None and not result.num_nonfinite_rows:
-            return  # it went where it should, or the loop hears why not, and has nothing else to say of it
+        if hidden is not None:
+            self._stage.note_nonfinite(result.ready.plan, hidden)  # now that the next stage has it
+            if neighbour is not None:
+                return  # it went where it should, or the loop hears why not, and has nothing else to say of it
+            result = result._replace(hidden=None)
         self._device.tell_loop(partial(self._on_outcome, result, taker))
 
     def _give(self, hand_over: Callable[[], None]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
+from lamina.kernels.backend import EventProbe
 from lamina.kernels.cuda.aside import Aside
 from lamina.kernels.cuda.card import Card
 from lamina.kernels.cuda.compiler import Compiler, Nvrtc, Source
@@ -237,6 +238,9 @@ class CudaDevice:
 
     def event_done(self, event: Any) -> bool:
         return self._driver.is_done(event)
+
+    def event_probe(self, event: Any) -> EventProbe | None:
+        return self._driver.probe(event)
 
     def follow(self, event: Any) -> None:
         self._driver.follow(event)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.kernels.backend import EventProbe
 from lamina.kernels.buffer import DType
 from lamina.kernels.cuda.policy import ComputeCapability
 from lamina.kernels.cuda.programs import Program
@@ -171,6 +172,9 @@ class Device(Protocol):
     def wait_event(self, event: Any) -> None: ...
 
     def event_done(self, event: Any) -> bool: ...
+
+    def event_probe(self, event: Any) -> EventProbe | None:
+        """How native code asks `event_done`; None where it cannot."""
 
     def follow(self, event: Any) -> None:
         """What is launched from now on runs after the event, which may be another device's."""

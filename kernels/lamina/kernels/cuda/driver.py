@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lamina.kernels.backend import GraphError
+from lamina.kernels.backend import EventProbe, GraphError
 from lamina.kernels.cuda.libcuda import error_name, require
 
 _NOT_READY = 600
@@ -203,6 +203,11 @@ class Driver:
             return False
         self._require(status, "a step")
         return True
+
+    def probe(self, event: "DriverEvent") -> EventProbe:
+        """`is_done` for native code."""
+        query = ctypes.cast(self._library.cuEventQuery, ctypes.c_void_p)
+        return EventProbe(query.value or 0, event.handle.value or 0, _NOT_READY)
 
     def wait(self, event: "DriverEvent") -> None:
         """Block the calling thread until it is."""
