@@ -19,18 +19,19 @@ dev: $(VENV)/.dev ## the same with the tools that tests and checks need
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "lamina needs Python >= 3.11; this is `$(PYTHON) --version`. Set PYTHON=..." >&2; exit 1; }
+	@echo "making a virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "could not make a virtual environment: on Debian and Ubuntu, install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 
 $(VENV)/.installed: $(BIN)/python $(NATIVE)
-	@echo "installing lamina into $(VENV) (building its native library takes some minutes and prints nothing) …"
-	@$(BIN)/python -m pip install --quiet --editable .
+	@echo "installing lamina into $(VENV)"
+	@$(BIN)/python deploy/install.py --editable .
 	@touch $@
 
 $(VENV)/.dev: $(BIN)/python $(NATIVE)
-	@echo "installing lamina and its development tools into $(VENV) (takes some minutes and prints nothing) …"
-	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@echo "installing lamina and its development tools into $(VENV)"
+	@$(BIN)/python deploy/install.py --editable '.[dev]'
 	@touch $(VENV)/.installed $@
 
 models: $(MODEL) ## fetch the default model, checked by SHA-256
@@ -46,7 +47,7 @@ test: $(VENV)/.dev $(MODEL) ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-gpu: $(VENV)/.dev ## tests and benchmarks of a machine with NVIDIA GPUs, into benchmarks/results
-	@$(BIN)/python -c 'import cuda.pathfinder, pynvml' || $(BIN)/python -m pip install --quiet --editable '.[dev,cuda]'
+	@$(BIN)/python -c 'import cuda.pathfinder, pynvml' || $(BIN)/python deploy/install.py --editable '.[dev,cuda]'
 	$(BIN)/python benchmarks/cuda_all.py --json benchmarks/results/cuda-all.json
 
 lint: $(VENV)/.dev ## ruff, import contracts
