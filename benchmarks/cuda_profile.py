@@ -68,15 +68,7 @@ def trace(run: object, backend: CudaBackend) -> list[Ran]:
 
 
 def matched(calls: Sequence[Call], kernels: Sequence[Ran]) -> Iterator[tuple[Call, Ran]]:
-    """Each kernel of a run with its call, kernels that ran aside in an order of their own; a product may be several."""
-    aside = [call for call in calls if isinstance(call, KernelCall) and call.fills is not None]
-    main = [call for call in calls if not (isinstance(call, KernelCall) and call.fills is not None)]
-    names = {call.program.function for call in aside if isinstance(call, KernelCall)}
-    yield from _in_order(aside, [kernel for kernel in kernels if kernel.name in names])
-    yield from _in_order(main, [kernel for kernel in kernels if kernel.name not in names])
-
-
-def _in_order(calls: Sequence[Call], kernels: Sequence[Ran]) -> Iterator[tuple[Call, Ran]]:
+    """Each kernel of a run with its call; a product may be several kernels."""
     own = {call.program.function for call in calls if isinstance(call, KernelCall)}
     at = 0
     for kernel in kernels:
@@ -111,7 +103,7 @@ def profile_step(stack: Stack, shape: StepShape, title: str) -> None:
     rows: dict[str, list[float]] = {}
     for first in range(0, per_run * REPLAYS, per_run):
         end = own[first].start
-        for call, kernel in sorted(matched(calls, own[first : first + per_run]), key=lambda pair: pair[1].start):
+        for call, kernel in matched(calls, own[first : first + per_run]):
             label, num_bytes = label_of(call)
             row = rows.setdefault(label, [0.0, 0.0, 0.0, 0.0])
             row[0] += 1

@@ -170,18 +170,6 @@ def test_a_program_is_compiled_loaded_and_launched_once(tmp_path: Path) -> None:
     assert libraries.nvrtc.compiled == []
 
 
-def test_decoding_runs_beside_and_gives_way(tmp_path: Path) -> None:
-    """On the second stream, which has the least priority; the main one has the greatest."""
-    device, libraries = make(tmp_path)
-    scratch = device.allocate(256)
-    call = KernelCall(program("rows.cu", "set_shape"), (1, 1, 1), 32, (0, 1, 2, 3))
-    device.run(call)
-    device.run(KernelCall(call.program, call.grid, call.num_threads, call.args, fills=scratch))
-    (_, main), (_, beside) = libraries.driver.launches
-    assert main != beside
-    assert libraries.driver.priorities == [-5, 0]
-
-
 def test_what_a_kept_kernel_depends_on(tmp_path: Path) -> None:
     """Source, options, target and compiler each have it compiled anew; equal ones never."""
     library = FakeNvrtc()

@@ -54,7 +54,7 @@ def test_other_threads_may_allocate_during_a_capture(bench: Bench) -> None:
         library = load_driver()
         card = Card(library, 0)
         card.open()
-        stream = Driver(library, card.create_stream(comes_first=False), dependent_launch=False)
+        stream = Driver(library, card.create_stream(), dependent_launch=False)
         num_rounds = 0
         while not stop.is_set():
             pinned, address = card.alloc_pinned(3 * MIB), card.allocate(3 * MIB)

@@ -33,7 +33,6 @@ class FakeDriver:
         self.pinned: dict[int, np.ndarray] = {}
         self.handles: dict[int, Any] = {}
         self.launches: list[tuple[int, int]] = []  # function, stream
-        self.priorities: list[int] = []
         self.free_bytes = TOTAL_BYTES
         self.garbles_peer_copies = False
         self.status = 0  # of cuInit
@@ -209,13 +208,8 @@ class FakeDriver:
     def cuFuncSetAttribute(self, function: int, attribute: int, value: int) -> int:  # noqa: N802
         return 0
 
-    def cuCtxGetStreamPriorityRange(self, least: Any, greatest: Any) -> int:  # noqa: N802
-        least._obj.value, greatest._obj.value = 0, -5
-        return 0
-
-    def cuStreamCreateWithPriority(self, stream: Any, flags: int, priority: int) -> int:  # noqa: N802
+    def cuStreamCreate(self, stream: Any, flags: int) -> int:  # noqa: N802
         assert flags == 1, "must not wait for the process's default stream"
-        self.priorities.append(priority)
         return self._handle(stream, self.contexts[-1])
 
     def cuStreamSynchronize(self, stream: Any) -> int:  # noqa: N802

@@ -137,17 +137,10 @@ class Card:
 
     # -- streams and modules
 
-    def create_stream(self, *, comes_first: bool) -> int:
-        """A stream that does not wait for the process's default one; on a bound thread.
-
-        Blocks of one that `comes_first` are placed before those of others, wherever the card has room for a block.
-        """
-        least, greatest = ctypes.c_int(), ctypes.c_int()
-        self._ask("priorities", self._library.cuCtxGetStreamPriorityRange, ctypes.byref(least), ctypes.byref(greatest))
-        priority = (greatest if comes_first else least).value
+    def create_stream(self) -> int:
+        """A stream that does not wait for the process's default one; on a bound thread."""
         stream = ctypes.c_void_p()
-        create = self._library.cuStreamCreateWithPriority
-        self._ask("a stream", create, ctypes.byref(stream), _STREAM_NON_BLOCKING, priority)
+        self._ask("a stream", self._library.cuStreamCreate, ctypes.byref(stream), _STREAM_NON_BLOCKING)
         self._streams.append(stream)
         return stream.value or 0
 

@@ -14,7 +14,6 @@ import numpy as np
 import psutil
 
 from lamina.kernels.backend import EventProbe
-from lamina.kernels.cuda.aside import Aside
 from lamina.kernels.cuda.card import Card
 from lamina.kernels.cuda.compiler import Compiler, Nvrtc, Source
 from lamina.kernels.cuda.cublas import Cublas
@@ -67,11 +66,9 @@ class CudaDevice:
         self._kernels: dict[Program, _Kernel] = {}
         self._peers: set[int] = set()  # cards copied from so far
         card.open()
-        # With one priority for both, a decoding that was launched early would hold up the product it runs beside.
-        stream, beside = card.create_stream(comes_first=True), card.create_stream(comes_first=False)
+        stream = card.create_stream()
         dependent_launch = card.compute_capability >= DEPENDENT_LAUNCH
         self._driver = Driver(libraries.driver, stream, dependent_launch=dependent_launch)
-        self._aside = Aside(self._driver, Driver(libraries.driver, beside, dependent_launch=False))
         workspace_bytes = (32 if card.compute_capability >= HOPPER else 8) << 20
         self._cublas = Cublas(libraries.cublas, stream, card.allocate(workspace_bytes), workspace_bytes)
 
@@ -105,7 +102,6 @@ class CudaDevice:
         else:
             self._driver.copy_rows(Rows(host.ctypes.data, span.row_bytes, on_host=True), _rows(span), *span.shape)
         self._driver.synchronize()
-        self._aside.join()
 
     def download(self, span: Span) -> Bytes:
         host = np.empty(span.shape, np.uint8)
@@ -190,9 +186,7 @@ class CudaDevice:
 
     def run(self, call: Call) -> None:
         if isinstance(call, ProductCall):
-            self._aside.begin_reading(call.weight.memory.address)
             self._cublas.multiply(call)
-            self._aside.end_reading(call.weight.memory.address)
             return
         kernel = self._kernels.get(call.program)
         if kernel is None:
@@ -202,11 +196,7 @@ class CudaDevice:
             self._driver.allow_shared_bytes(kernel.function, call.shared_bytes)
             kernel.allowed_shared_bytes = call.shared_bytes
         kernel.packing.pack_into(kernel.buffer, call.args)
-        scratch = None if call.fills is None else call.fills.address
-        driver = self._driver if scratch is None else self._aside.begin_filling(scratch)
-        driver.launch(kernel.function, call.grid, call.num_threads, call.shared_bytes, kernel.arguments)
-        if scratch is not None:
-            self._aside.end_filling(scratch)
+        self._driver.launch(kernel.function, call.grid, call.num_threads, call.shared_bytes, kernel.arguments)
 
     def capture(self, calls: Sequence[Call]) -> ExecutableGraph:
         def launch_all() -> None:
@@ -214,7 +204,7 @@ class CudaDevice:
                 self.run(call)
 
         self.prepare([call.program for call in calls if isinstance(call, KernelCall)])
-        return self._aside.capture(launch_all)
+        return self._driver.capture(launch_all)
 
     # -- order
 

@@ -63,18 +63,13 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One launch of a program; arguments flattened, see `programs`.
-
-    One that `fills` a scratch memory for the products that come next, and reads nothing that calls of this step write,
-    may run beside the stream's other work, see `aside`.
-    """
+    """One launch of a program; arguments flattened, see `programs`."""
 
     program: Program
     grid: tuple[int, int, int]
     num_threads: int
     args: tuple[int | float, ...]
     shared_bytes: int = 0
-    fills: Memory | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,13 @@
 
 Few rows: int8 activations against packed units, float activations against dense rows, a launch or two for all parts.
 Many rows: slices of the weight are decoded to 16 bits and multiplied by cuBLAS into `out`, or, where a gate follows,
-into scratch. Slices are decoded aside, while the product before is under way (`aside`).
+into scratch.
 """
 
 from collections.abc import Iterator
 
 from lamina.kernels.buffer import Buffer, DType, Weight
-from lamina.kernels.cuda.device import Matrix, Memory, ProductCall
+from lamina.kernels.cuda.device import Matrix, ProductCall
 from lamina.kernels.cuda.planner import (
     BLOCK,
     BYTES,
@@ -302,29 +302,28 @@ def _decoded_slices(planner: Planner, stored: CudaWeight, part: Part) -> Iterato
     total = part.num_groups if isinstance(part, PackedPart) else part.rows
     row_bytes = part.columns * compute.itemsize
     step = max(1, planner.slice_bytes // (row_bytes * unit))
+    memory = planner.workspace.region("slice", min(step, total) * unit * row_bytes)
     for start in range(0, total, step):
         count = min(step, total - start)
-        memory = planner.decoded_slice(min(step, total) * unit * row_bytes)
         if isinstance(part, PackedPart):
-            first, num_rows = _decode_packed(planner, stored, part, memory, start, count)
+            first, num_rows = _decode_packed(planner, stored, part, memory.address, start, count)
         else:
             first, num_rows = start, count
             grid = (ceil_div(part.columns, BLOCK), count, 1)
             args = (stored.address(part), part.stride, memory.address, start, part.columns, _TARGETS[compute])
-            entry = program("dense.cu", "convert", ELEMENT=ELEMENTS[part.type])
-            planner.call(entry, grid, BLOCK, *args, fills=memory)
+            planner.call(program("dense.cu", "convert", ELEMENT=ELEMENTS[part.type]), grid, BLOCK, *args)
         yield first, num_rows, Matrix(memory, 0, num_rows, part.columns, part.columns, compute)
 
 
 def _decode_packed(
-    planner: Planner, stored: CudaWeight, part: PackedPart, to: Memory, first_group: int, num_groups: int
+    planner: Planner, stored: CudaWeight, part: PackedPart, to: int, first_group: int, num_groups: int
 ) -> tuple[int, int]:
     """Launch the decoding of groups; (first row, rows) as `_decoded_slices` yields them."""
     units = part.format.num_units(part.columns)
     grid = (ceil_div(num_groups * units, BLOCK // 32), 1, 1)
-    sizes = (first_group, num_groups, part.rows, part.half, part.num_chunks, part.columns)
+    args = (stored.address(part), to, first_group, num_groups, part.rows, part.half, part.num_chunks, part.columns)
     entry = program("dequantise.cu", "dequantise", FORMAT=part.format.name)
-    planner.call(entry, grid, BLOCK, stored.address(part), to.address, *sizes, _TARGETS[planner.compute], fills=to)
+    planner.call(entry, grid, BLOCK, *args, _TARGETS[planner.compute])
     if part.half:
         first = first_group * 8
         return first, 2 * min(part.half - first, num_groups * 8)

@@ -13,7 +13,7 @@ from lamina.kernels.cuda.device import Call, Device, KernelCall, Matrix, Memory
 from lamina.kernels.cuda.policy import BYTE_MMA, compute_dtype
 from lamina.kernels.cuda.programs import Program, program
 from lamina.kernels.cuda.weights import activation_chunks
-from lamina.kernels.cuda.workspace import MAX_BYTE_ROWS, NUM_DECODED, Workspace, slice_bytes
+from lamina.kernels.cuda.workspace import MAX_BYTE_ROWS, Workspace, slice_bytes
 
 NONE, BYTES, BF16S, F16S = 0, 1, 2, 3  # ActivationKind of common.cuh
 _HALF_KINDS = {DType.BF16: BF16S, DType.F16: F16S, DType.F32: NONE}
@@ -78,7 +78,6 @@ class Planner:
         self.one_row_each = False  # whether every sequence has at most a row or so: pure decode
         self.has_byte_mma = device.compute_capability >= BYTE_MMA
         self.slice_bytes = slice_bytes(device.memory_bytes()[1])
-        self._turn = 0
 
     def set_compute(self, dtype: DType) -> None:
         """What products by cuBLAS multiply in from now on."""
@@ -88,16 +87,10 @@ class Planner:
     # -- calls
 
     def call(
-        self,
-        entry: Program,
-        grid: tuple[int, int, int],
-        num_threads: int,
-        *args: int | float,
-        shared_bytes: int = 0,
-        fills: Memory | None = None,
+        self, entry: Program, grid: tuple[int, int, int], num_threads: int, *args: int | float, shared_bytes: int = 0
     ) -> None:
         """Send one kernel call to the sink."""
-        self.sink(KernelCall(entry, grid, num_threads, args, shared_bytes, fills))
+        self.sink(KernelCall(entry, grid, num_threads, args, shared_bytes))
 
     def rows_of(self, buffer: Buffer) -> Rows:
         """The rows in force for a buffer of this extent."""
@@ -115,11 +108,6 @@ class Planner:
         entry = program("rows.cu", "set_shape")
         counts = (shape.num_rows, shape.num_seqs, shape.num_logit_rows)
         self.device.run(KernelCall(entry, (1, 1, 1), 32, (self.counts_address(), *counts)))
-
-    def decoded_slice(self, num_bytes: int) -> Memory:
-        """Scratch for decoded rows of a weight: two take turns, so that one can be filled while the other is read."""
-        self._turn = (self._turn + 1) % NUM_DECODED
-        return self.workspace.region(f"decoded.{self._turn}", num_bytes)
 
     # -- activations
 

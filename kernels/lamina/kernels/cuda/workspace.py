@@ -12,7 +12,6 @@ from lamina.kernels.buffer import StepLimits
 from lamina.kernels.cuda.device import Device, Memory, Span
 
 MAX_BYTE_ROWS = 64  # rows up to which linears work on int8 activations (tensor cores), see planner
-NUM_DECODED = 2  # slices of decoded weights: one is filled while a product reads the other
 MAX_SPLITS = 32  # MAX_PARTS of attention_few.cu
 _NUM_CONSTANTS = 1024
 _LARGEST_PARTIAL_BYTES = (16 * 256 + 32) * 4  # a partial result of attention at the largest head
@@ -96,7 +95,6 @@ def region_sizes(
     if limits.max_rows > MAX_BYTE_ROWS:
         slice_rows = min(max_out, max(16, slice_bytes(total_memory_bytes) // (compute_bytes * padded_in)))
         sizes["halves"] = 2 * limits.max_rows * max_in
-        for i in range(NUM_DECODED):
-            sizes[f"decoded.{i}"] = compute_bytes * (slice_rows + 16) * padded_in
+        sizes["slice"] = compute_bytes * (slice_rows + 16) * padded_in
         sizes["product"] = max(sizes["product"], 4 * limits.max_rows * (slice_rows + 16))
     return sizes
