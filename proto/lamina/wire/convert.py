@@ -37,6 +37,7 @@ _FINISH = {
 _REASON: dict[int, FinishReason | None] = {code: reason for reason, code in _FINISH.items()}
 _REASON[pb.FINISH_REASON_UNSPECIFIED] = None
 _PLAN_KEY = field_key(pb.StepCommand.PLAN_FIELD_NUMBER)
+_DONE_KEY = field_key(pb.FramesRequest.DONE_FIELD_NUMBER)
 _COMMANDS_KEY = field_key(pb.StepsRequest.COMMANDS_FIELD_NUMBER)
 _NO_DETAILS = (repeat(None), repeat(()), repeat(None), repeat(""))  # what SampledToken has by default
 
@@ -159,11 +160,12 @@ def done_to_message(done: StepDone) -> pb.StepDone:
     return message
 
 
-def tokens_to_message(done: StepDone) -> pb.StepDone:
-    """As much of an answer as stage 0 needs: which tokens, of which sequences, at which positions."""
+def encode_tokens(done: StepDone) -> bytes:
+    """A serialised FramesRequest with as much of an answer as stage 0 needs: tokens, their sequences and positions."""
     seqs, positions, tokens, *_ = zip(*done.tokens, strict=True) if done.tokens else ((), (), ())
     unspecified = [pb.FINISH_REASON_UNSPECIFIED] * len(seqs)
-    return pb.StepDone(epoch=done.epoch, step=done.step, seq=seqs, pos=positions, token=tokens, finish=unspecified)
+    message = pb.StepDone(epoch=done.epoch, step=done.step, seq=seqs, pos=positions, token=tokens, finish=unspecified)
+    return delimited(_DONE_KEY, message.SerializeToString())
 
 
 def _top_to_message(top: tuple[tuple[int, float], ...]) -> pb.TopLogprobs:

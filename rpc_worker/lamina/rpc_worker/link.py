@@ -27,7 +27,7 @@ from lamina.spec.errors import LaminaError, WorkerLost
 from lamina.spec.step import MAX_RUN_AHEAD, StepDone, StepPlan
 from lamina.v1 import step_pb2 as pb
 from lamina.wire.channel import connect
-from lamina.wire.convert import tokens_to_message
+from lamina.wire.convert import encode_tokens
 from lamina.wire.frames import encode_frame, encode_frame_head, wire_values
 from lamina.wire.status import error_from_rpc
 
@@ -142,7 +142,7 @@ class RemoteLink:
 
     def take_done(self, done: StepDone) -> None:
         """Send the tokens of an answer, all that stage 0 needs of it."""
-        message = pb.FramesRequest(done=tokens_to_message(done)).SerializeToString()
+        message = encode_tokens(done)
         if self._direct is None:
             self._tell_loop(partial(self._queue_message, message))
         else:

@@ -125,13 +125,14 @@ class StepRunner:
     # -- on the compute thread
 
     def advance(self) -> float | None:
-        """Launch the next step if there is one and room for it, finish the oldest if the device is done with it.
+        """Finish the oldest step if the device is done with it, launch the next if there is one and room for it.
 
         A step at a time, so that others who share the thread have their turn. When to look at what is launched.
         """
         try:
+            has_ended = self._end()  # first: the next stage waits for it
             has_begun = self._begin()
-            has_ended = self._end()
+            has_ended = (has_begun and self._end()) or has_ended  # a device that does not work by itself is done by now
             if has_begun or has_ended:
                 self.wake()
             return self._stage.due_s(self._launched[0]) if self._launched else None

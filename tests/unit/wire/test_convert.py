@@ -33,6 +33,7 @@ from lamina.wire.convert import (
     command_to_message,
     done_from_message,
     done_to_message,
+    encode_tokens,
     encode_command,
     plan_from_message,
     plan_to_message,
@@ -145,6 +146,17 @@ def test_encoded_commands_that_are_joined_are_one_request(commands: list[StepCom
 @given(answers())
 def test_answers_come_back(done: StepDone) -> None:
     assert done_from_message(pb.StepDone.FromString(done_to_message(done).SerializeToString())) == done
+
+
+@given(answers())
+def test_what_stage_0_needs_of_an_answer(done: StepDone) -> None:
+    """Its tokens, without the details that go to the coordinator."""
+    message = pb.FramesRequest.FromString(encode_tokens(done))
+    found = done_from_message(message.done)
+    wanted = [(token.seq, token.pos, token.token) for token in done.tokens]
+    assert (found.epoch, found.step) == (done.epoch, done.step)
+    assert found.tokens == tuple(SampledToken(*token) for token in wanted)
+    assert not found.scores
 
 
 def test_a_logprob_may_be_missing_beside_others() -> None:
