@@ -33,8 +33,8 @@ from lamina.wire.convert import (
     command_to_message,
     done_from_message,
     done_to_message,
-    encode_tokens,
     encode_command,
+    encode_tokens,
     plan_from_message,
     plan_to_message,
 )
