@@ -45,7 +45,7 @@ def label_of(call: Call) -> tuple[str, int]:
     parts = [(defines["FORMAT"], int(call.args[2]))]
     if "FORMAT_B" in defines:
         parts.append((defines["FORMAT_B"], int(call.args[8])))
-    chunks = int(call.args[-3])
+    chunks = int(call.args[17])  # of Problem, after two parts
     num_bytes = sum(groups * PACKED_FORMATS[GgmlType[str(kind)]].group_bytes(64 * chunks) for kind, groups in parts)
     which = " ".join(f"{kind}:{groups}" for kind, groups in parts)
     return f"{name} {which} x {chunks} ({call.num_threads} threads)", num_bytes

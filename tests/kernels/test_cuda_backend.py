@@ -10,8 +10,8 @@ from lamina.kernels.backend import Capabilities, GraphError, GraphMode
 from lamina.kernels.buffer import DType, Extent, StepLimits, StepShape
 from lamina.kernels.cuda.attention_plan import choose_splits
 from lamina.kernels.cuda.backend import CudaBackend
+from lamina.kernels.cuda.byte_linear import choose_warps, fits
 from lamina.kernels.cuda.graph import bucket_of
-from lamina.kernels.cuda.linear_plan import choose_warps, fits
 from lamina.kernels.cuda.workspace import Workspace
 from lamina.spec.errors import CapacityExceeded
 from lamina.spec.quant import GgmlType

@@ -23,6 +23,7 @@ LINEAR = {"FORMAT": "Q4_K", "FORMAT_B": "Q6_K", "MAX_WARPS": 8, "MIN_BLOCKS": 2}
 
 PROGRAMS = (
     program("linear_row.cu", "linear", **LINEAR),
+    program("linear_row.cu", "linear", FORMAT="Q6_K", GROUPS=2, MAX_WARPS=24, MIN_BLOCKS=1),
     program("linear_rows.cu", "linear", COLUMN_TILES=2, **LINEAR),
     program("linear_dp4a.cu", "linear", COLUMNS=2, **LINEAR),
     program("experts.cu", "route"),

@@ -286,6 +286,7 @@ template <class T> T atomicMax(T* at, T value) { T old = *at; *at = max(old, val
 template <class T> T atomicOr(T* at, T value) { T old = *at; *at |= value; return old; }
 template <class T> T atomicExch(T* at, T value) { T old = *at; *at = value; return old; }
 
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __uint_as_float(u32 bits) { float value; std::memcpy(&value, &bits, 4); return value; }
 inline u32 __float_as_uint(float value) { u32 bits; std::memcpy(&bits, &value, 4); return bits; }
 inline int __float2int_rn(float value) { return static_cast<int>(std::nearbyint(value)); }

@@ -311,9 +311,7 @@ class CudaBackend(LedgerBackend):
         self._planner.sink = calls.append
         self._planner.set_shape(capacity, one_row_each=one_row_each, exact=bucket is None)
         try:
-            for op, args in launches:
-                self._planner.plan(op, args)
-            self._planner.flush()
+            self._planner.plan_all(launches)
         finally:
             self._planner.sink = self.device.run
             self._planner.drop()

@@ -9,6 +9,7 @@ from lamina.kernels.cuda.attention_plan import AttentionArgs, plan_attention
 from lamina.kernels.cuda.device import Device
 from lamina.kernels.cuda.planner import Planner
 from lamina.kernels.cuda.rows_plan import RotationQueue
+from lamina.kernels.cuda.shared_norm import Launches, NormAfter
 from lamina.kernels.ops import Args, LaunchError, OpSpec, Value
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ class OpPlanner(Planner):
     def __init__(self, device: Device, compute: DType | None = None) -> None:
         super().__init__(device, compute)
         self._rotations = RotationQueue(self)
+        self._shared_norm: NormAfter | None = None
 
     def set_shape(self, shape: StepShape, *, one_row_each: bool, exact: bool = True) -> None:
         """The sizes that calls are launched for from now on; what waits was meant for the sizes before."""
@@ -73,9 +75,22 @@ class OpPlanner(Planner):
         self._rotations.flush()
 
     def drop(self) -> None:
-        """Forget what waits and what is prepared."""
+        """Forget what waits, what is prepared and what follows."""
+        self.following = ()
         self._rotations.drop()
         self.forget()
+
+    def plan_all(self, launches: Launches) -> None:
+        """A whole recording, in which norms may be shared by the products around them."""
+        self._shared_norm = None
+        for i, (op, args) in enumerate(launches):
+            if self._shared_norm is not None:  # this op, which is done
+                self._shared_norm = None
+                continue
+            self.following = launches[i + 1 :]
+            self.plan(op, args)
+        self.following = ()
+        self.flush()
 
     def plan(self, op: OpSpec, args: Args) -> None:
         """Turn one validated op into calls; into none where no row wants it (a step without logits)."""
@@ -100,7 +115,8 @@ class OpPlanner(Planner):
             case "rms_norm":
                 rows_plan.plan_rms_norm(self, a.buffer("x"), a.buffer("weight"), a.buffer("out"), a.number("eps"))
             case "linear":
-                linear_plan.plan_linear(self, a.buffer("x"), a.weight("weight"), a.buffer("out"), a.flag("accumulate"))
+                x, weight, out = a.buffer("x"), a.weight("weight"), a.buffer("out")
+                self._shared_norm = linear_plan.plan_linear(self, x, weight, out, a.flag("accumulate"))
             case "gated_linear":
                 linear_plan.plan_gated_linear(
                     self, a.buffer("x"), a.weight("weight"), a.buffer("out"), a.text("activation")

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from lamina.kernels.buffer import Buffer, DType, ExpertLimits, Weight
 from lamina.kernels.cuda import linear_plan
-from lamina.kernels.cuda.linear_plan import DP4A_BOUNDS, GATES, ROW_BOUNDS, ROWS_BOUNDS, storage_of
+from lamina.kernels.cuda.byte_linear import DP4A_BOUNDS, ROW_BOUNDS, ROWS_BOUNDS
+from lamina.kernels.cuda.linear_plan import GATES, storage_of
 from lamina.kernels.cuda.planner import BLOCK, BYTES, Planner, Rows, address_of, ceil_div
 from lamina.kernels.cuda.programs import program
 from lamina.kernels.cuda.weights import CudaWeight, DensePart, PackedPart, activation_chunks

@@ -8,6 +8,7 @@ into scratch.
 from collections.abc import Iterator
 
 from lamina.kernels.buffer import Buffer, DType, Weight
+from lamina.kernels.cuda.byte_linear import plan_byte_linear, shareable_norm
 from lamina.kernels.cuda.device import Matrix, ProductCall
 from lamina.kernels.cuda.planner import (
     BLOCK,
@@ -21,6 +22,7 @@ from lamina.kernels.cuda.planner import (
     memory_of,
 )
 from lamina.kernels.cuda.programs import program
+from lamina.kernels.cuda.shared_norm import NormAfter
 from lamina.kernels.cuda.weights import CudaWeight, DensePart, PackedPart, Part
 from lamina.spec.quant import GgmlType
 
@@ -30,16 +32,6 @@ DENSE_ROWS = 8
 ELEMENTS = {GgmlType.F32: 0, GgmlType.F16: 1, GgmlType.BF16: 2}  # ELEMENT of dense.cu
 _DENSE_DTYPES = {GgmlType.F32: DType.F32, GgmlType.F16: DType.F16, GgmlType.BF16: DType.BF16}
 _TARGETS = {DType.F32: 0, DType.BF16: 2, DType.F16: 3}  # Target of dequantise.cu
-_NO_PART = (0, 0, 0, 0, 0, 0)
-
-# Launch bounds of the kernels on packed weights: most warps of a block, blocks that registers must suffice for.
-# Chosen by the compiler's register counts and by measurement on an H200; see benchmarks/cuda_backend.py.
-ROW_BOUNDS = (14, 2)
-_ROW_BOUNDS_OF_SMALL = (12, 2)  # more registers, where the card holds all blocks at once even so
-DP4A_BOUNDS = (16, 2)
-ROWS_BOUNDS = {8: (8, 2), 16: (8, 2), 32: (8, 2), 64: (4, 2)}  # by activation slots
-_WARPS_TO_FILL = 20  # of a multiprocessor, so that enough bytes are under way
-_MAX_BLOCKS = 32  # of a multiprocessor, on any card
 
 
 def storage_of(weight: Weight) -> CudaWeight:
@@ -48,10 +40,19 @@ def storage_of(weight: Weight) -> CudaWeight:
     return weight.storage
 
 
-def plan_linear(planner: Planner, x: Buffer, weight: Weight, out: Buffer, accumulate: bool) -> None:
-    """out = x @ weight^T + bias (+ out)."""
-    _multiply(planner, x, weight, out, planner.rows_of(out), ACCUMULATE if accumulate else 0)
-    planner.wrote(out)
+def plan_linear(planner: Planner, x: Buffer, weight: Weight, out: Buffer, accumulate: bool) -> NormAfter | None:
+    """out = x @ weight^T + bias (+ out). Returns the norm that follows if that is taken care of as well."""
+    stored, rows, flags = storage_of(weight), planner.rows_of(out), ACCUMULATE if accumulate else 0
+    norm = shareable_norm(planner, stored, out, rows)
+    if norm is None:
+        _multiply(planner, x, weight, out, rows, flags)
+        planner.wrote(out)
+        return None
+    form = planner.form_for(rows.capacity)
+    planner.prepare(x, rows, form)
+    packed = [part for part in stored.parts if isinstance(part, PackedPart)]
+    plan_byte_linear(planner, stored, packed, out, rows, form, flags, norm)
+    return norm
 
 
 def plan_gated_linear(planner: Planner, x: Buffer, weight: Weight, out: Buffer, activation: str) -> None:
@@ -75,7 +76,7 @@ def _multiply(planner: Planner, x: Buffer, weight: Weight, out: Buffer, rows: Ro
         planner.prepare(x, rows, form)
     if form.kind == BYTES:
         for i in range(0, len(packed), 2):
-            _byte_linear(planner, stored, packed[i : i + 2], x, out, rows, form, flags)
+            plan_byte_linear(planner, stored, packed[i : i + 2], out, rows, form, flags)
     for part in stored.parts:
         if isinstance(part, PackedPart) and form.kind == BYTES:
             continue
@@ -88,87 +89,6 @@ def _multiply(planner: Planner, x: Buffer, weight: Weight, out: Buffer, rows: Ro
 
 
 # -- few rows
-
-
-def _byte_linear(
-    planner: Planner,
-    stored: CudaWeight,
-    parts: list[PackedPart],
-    x: Buffer,
-    out: Buffer,
-    rows: Rows,
-    form: Form,
-    flags: int,
-) -> None:
-    """One launch for one or two packed parts."""
-    num_groups = sum(part.num_groups for part in parts)
-    num_spans = ceil_div(parts[0].num_chunks, 4)
-    num_multiprocessors = planner.device.num_multiprocessors
-    file, defines, bounds = _byte_kernel(planner, parts, form.slots)
-    warps = choose_warps(num_groups, num_spans, bounds, num_multiprocessors)
-    if file == "linear_row.cu" and fits(num_groups, warps, _ROW_BOUNDS_OF_SMALL, num_multiprocessors):
-        bounds = _ROW_BOUNDS_OF_SMALL
-    defines |= {"FORMAT": parts[0].format.name, "MAX_WARPS": bounds[0], "MIN_BLOCKS": bounds[1]}
-    if len(parts) == 2:
-        defines["FORMAT_B"] = parts[1].format.name
-    first, second = (_part_args(stored, part) for part in (parts[0], parts[-1]))
-    codes, scales, *_ = planner.target(rows, x.num_columns, form)
-    planner.call(
-        program(file, "linear", **defines),
-        (num_groups, 1, 1),
-        32 * warps,
-        *first,
-        *(second if len(parts) == 2 else _NO_PART),
-        codes,
-        scales,
-        rows.count_address,
-        address_of(out),
-        form.slots,
-        parts[0].num_chunks,
-        out.row_stride,
-        flags,
-    )
-
-
-def _byte_kernel(
-    planner: Planner, parts: list[PackedPart], slots: int
-) -> tuple[str, dict[str, str | int], tuple[int, int]]:
-    """Source, definitions and launch bounds of the kernel for so many activation rows."""
-    # Q2_K's minima per 16 values have no place in the one-row scheme
-    if not planner.has_byte_mma or (slots == 1 and any(part.format.type is GgmlType.Q2_K for part in parts)):
-        return "linear_dp4a.cu", {"COLUMNS": slots}, DP4A_BOUNDS
-    if slots == 1:
-        return "linear_row.cu", {}, ROW_BOUNDS
-    return "linear_rows.cu", {"COLUMN_TILES": slots // 8}, ROWS_BOUNDS[slots]
-
-
-def choose_warps(num_groups: int, num_spans: int, bounds: tuple[int, int], num_multiprocessors: int) -> int:
-    """Warps that share a group of 16 rows: those that finish first by a model of the card.
-
-    A multiprocessor holds as many blocks as `bounds` (most warps of a block, blocks) leave room for; a block takes as
-    long as its warps have spans of 256 columns, and one span's time to start and end. Counted in waves of blocks this
-    ranks block sizes as measured on an H200, from 224 groups to 9,504.
-    """
-    max_warps, min_blocks = bounds
-
-    def cost(warps: int) -> tuple[int, int]:
-        blocks = min(max_warps * min_blocks // warps, _MAX_BLOCKS) * num_multiprocessors
-        idle = max(0, _WARPS_TO_FILL * num_multiprocessors - num_groups * warps)
-        return ceil_div(num_groups, blocks) * (ceil_div(num_spans, warps) + 1), idle
-
-    best = min(range(min(max_warps, num_spans), 0, -1), key=cost)
-    return ceil_div(num_spans, ceil_div(num_spans, best))
-
-
-def fits(num_groups: int, warps: int, bounds: tuple[int, int], num_multiprocessors: int) -> bool:
-    """Whether all blocks of a kernel with these launch bounds are on the card at once."""
-    max_warps, min_blocks = bounds
-    return warps <= max_warps and num_groups <= max_warps * min_blocks // warps * num_multiprocessors
-
-
-def _part_args(stored: CudaWeight, part: PackedPart) -> tuple[int, ...]:
-    bias = stored.bias_address(part.first)
-    return (stored.address(part), bias, part.num_groups, part.rows, part.half, part.first)
 
 
 def _dense_linear(

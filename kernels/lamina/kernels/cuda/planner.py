@@ -6,12 +6,13 @@ Row counts are passed as addresses, so that a captured call serves every step of
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from lamina.kernels.buffer import Buffer, DType, Extent, StepShape
 from lamina.kernels.cuda.device import Call, Device, KernelCall, Matrix, Memory
 from lamina.kernels.cuda.policy import BYTE_MMA, compute_dtype
 from lamina.kernels.cuda.programs import Program, program
+from lamina.kernels.cuda.shared_norm import Launches, NormAfter
 from lamina.kernels.cuda.weights import activation_chunks
 from lamina.kernels.cuda.workspace import MAX_BYTE_ROWS, Workspace, slice_bytes
 
@@ -19,6 +20,7 @@ NONE, BYTES, BF16S, F16S = 0, 1, 2, 3  # ActivationKind of common.cuh
 _HALF_KINDS = {DType.BF16: BF16S, DType.F16: F16S, DType.F32: NONE}
 _COUNT_INDEX = {Extent.ROWS: 0, Extent.SEQS: 1, Extent.LOGIT_ROWS: 2}
 NO_TARGET = (0, 0, 0, 0, 0, NONE)
+NO_NORM = (0, 0, 0, 0.0)  # NormBefore of linear_row.cu
 BLOCK = 256
 
 
@@ -47,6 +49,9 @@ class _Prepared:
     columns: int
     count_address: int
     form: Form
+    codes: int = field(default=0, compare=False)
+    scales: int = field(default=0, compare=False)
+    norm: tuple[int | float, ...] = field(default=NO_NORM, compare=False)  # yet to be applied
 
 
 def address_of(buffer: Buffer) -> int:
@@ -78,6 +83,8 @@ class Planner:
         self.one_row_each = False  # whether every sequence has at most a row or so: pure decode
         self.has_byte_mma = device.compute_capability >= BYTE_MMA
         self.slice_bytes = slice_bytes(device.memory_bytes()[1])
+        self.following: Launches = ()  # the ops after the one being planned, as far as they are known
+        self._side = 0  # codes alternate between two memories: who prepares the next may still read the last
 
     def set_compute(self, dtype: DType) -> None:
         """What products by cuBLAS multiply in from now on."""
@@ -138,8 +145,8 @@ class Planner:
         codes = scales = halves = 0
         if form.kind == BYTES:
             chunks = ceil_div(activation_chunks(columns), 4) * 4
-            codes = self.workspace.region("codes", MAX_BYTE_ROWS * chunks * 64).address
-            scales = self.workspace.region("scales", MAX_BYTE_ROWS * chunks * 16).address
+            codes = self.workspace.region(f"codes.{self._side}", MAX_BYTE_ROWS * chunks * 64).address
+            scales = self.workspace.region(f"scales.{self._side}", MAX_BYTE_ROWS * chunks * 16).address
         elif form.kind != NONE:
             halves = self.workspace.region("halves", 2 * rows.capacity * columns).address
         return (codes, scales, halves, form.slots, columns, form.kind)
@@ -150,19 +157,39 @@ class Planner:
         # whole chunks only: what is left of a chunk would have to be zeroed by somebody
         if form.kind == NONE or (form.kind == BYTES and (halves_only or out.num_columns % 64)):
             return NO_TARGET
-        self._prepared = _Prepared(memory_of(out), out.offset, out.num_columns, rows.count_address, form)
-        return self.target(rows, out.num_columns, form)
+        self._side ^= 1
+        target = self.target(rows, out.num_columns, form)
+        codes, scales, *_ = target
+        where = (memory_of(out), out.offset, out.num_columns, rows.count_address)
+        self._prepared = _Prepared(*where, form, codes, scales)
+        return target
+
+    def offer_norm(self, norm: NormAfter, rows: Rows) -> tuple[int, ...]:
+        """For a product of one row that does its share of a norm: NormAfter of linear_row.cu."""
+        columns = norm.out.num_columns
+        target = self.offer(norm.out, rows)
+        squares = self.workspace.region(f"squares.{self._side}", columns // 8).address
+        if self._prepared is not None:
+            self._prepared = replace(self._prepared, norm=(squares, columns // 32, columns, norm.eps))
+        return (*target, address_of(norm.gain), squares)
+
+    def activations(self) -> tuple[int, int, tuple[int | float, ...]]:
+        """Addresses of the codes and scales that were prepared last, and the norm that their reader has to apply."""
+        if self._prepared is None:
+            raise RuntimeError("no activations are prepared")
+        return self._prepared.codes, self._prepared.scales, self._prepared.norm
 
     def prepare(self, x: Buffer, rows: Rows, form: Form) -> None:
         """Have the activation regions hold x in this form."""
         wanted = _Prepared(memory_of(x), x.offset, x.num_columns, rows.count_address, form)
         if self._prepared == wanted or form.kind == NONE:
             return
+        self._side ^= 1
         target = self.target(rows, x.num_columns, form)
         blocks = ceil_div(ceil_div(x.num_columns, 128) * 32, BLOCK)
         grid = (blocks, rows.capacity, 1)
         self.call(program("rows.cu", "prepare"), grid, BLOCK, address_of(x), x.row_stride, rows.count_address, *target)
-        self._prepared = wanted
+        self._prepared = replace(wanted, codes=target[0], scales=target[1])
 
     def activation_matrix(self, x: Buffer, rows: Rows) -> Matrix:
         """x as the left operand of a matrix product, in the form that `prepare` made."""

@@ -25,7 +25,7 @@ _SELECTION = "PPiiiP"
 _INPUTS = "PPii"
 
 SIGNATURES: Mapping[tuple[str, str], tuple[str, ...]] = {
-    ("linear_row.cu", "linear"): _LINEAR,
+    ("linear_row.cu", "linear"): (*_LINEAR, "Piif", _ACTIVATIONS + "PP"),
     ("linear_rows.cu", "linear"): _LINEAR,
     ("linear_dp4a.cu", "linear"): _LINEAR,
     ("repack.cu", "repack"): (*"PPPiii",),

@@ -85,13 +85,15 @@ def region_sizes(
     sizes = {
         "constants": 4 * _NUM_CONSTANTS,
         "counts": 16,
-        "codes": MAX_BYTE_ROWS * padded_in,
-        "scales": MAX_BYTE_ROWS * padded_in // 64 * 16,
         "maxima": 16 * max(limits.max_logit_rows, limits.max_rows, 1),
         "tickets": 4 * max_attention_parts(num_multiprocessors),
         "partial": max_attention_parts(num_multiprocessors) * _LARGEST_PARTIAL_BYTES,
         "product": 4 * rows * max_out,
     }
+    for side in range(2):
+        sizes[f"codes.{side}"] = MAX_BYTE_ROWS * padded_in
+        sizes[f"scales.{side}"] = MAX_BYTE_ROWS * padded_in // 64 * 16
+        sizes[f"squares.{side}"] = padded_in // 8
     if limits.max_rows > MAX_BYTE_ROWS:
         slice_rows = min(max_out, max(16, slice_bytes(total_memory_bytes) // (compute_bytes * padded_in)))
         sizes["halves"] = 2 * limits.max_rows * max_in

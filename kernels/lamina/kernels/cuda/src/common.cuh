@@ -59,7 +59,9 @@ DEVICE u32 magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
 // All lanes of a warp call this, each with four consecutive columns 4 * quad .. 4 * quad + 3 of row n, consecutive
 // lanes with consecutive quads, the first lane's quad a multiple of 8. Columns beyond the row must be passed as zeros.
-DEVICE void hand_over(const Activations& to, int n, int quad, float x0, float x1, float x2, float x3) {
+// int8 codes are scaled by `scale` as well, after rounding.
+DEVICE void hand_over(const Activations& to, int n, int quad, float x0, float x1, float x2, float x3,
+                      float scale = 1.f) {
     const int column = 4 * quad;
     if (to.kind == BYTES) {
         // Magnitudes are compared as integers: a maximum of floats passes over NaN, which must show in the scale (A-05).
@@ -80,7 +82,7 @@ DEVICE void hand_over(const Activations& to, int n, int quad, float x0, float x1
         reinterpret_cast<u32*>(to.codes + slot * 64)[t * 4 + block * 2 + half] = word;
         if ((quad & 7) == 0) {
             const float d = largest / 127.f;
-            reinterpret_cast<float2*>(to.scales)[slot * 2 + block] = make_float2(d, d * sum);
+            reinterpret_cast<float2*>(to.scales)[slot * 2 + block] = make_float2(d * scale, d * sum * scale);
         }
     } else if (to.kind >= BF16S && column < to.columns) {
         u16* row = to.halves + static_cast<size_t>(n) * to.columns;
@@ -93,6 +95,50 @@ DEVICE void hand_over(const Activations& to, int n, int quad, float x0, float x1
             for (int j = 0; j < 4 && column + j < to.columns; j++) row[column + j] = static_cast<u16>(values[j]);
         }
     }
+}
+
+// The same of the only row, BYTES: all lanes of a warp, each with its column of one block of 32.
+DEVICE void hand_over_block(const Activations& to, int block, float x) {
+    const int lane = threadIdx.x % 32;
+    u32 bits = magnitude_bits(x);
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) bits = max(bits, __shfl_xor_sync(FULL_WARP, bits, step));
+    const float largest = __uint_as_float(bits);
+    const int q = __float2int_rn(x * (largest > 0.f ? 127.f / largest : 0.f));
+    int sum = q;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, step);
+    const int word = lane % 16 / 4 * 4 + block % 2 * 2 + lane / 16;
+    to.codes[block / 2 * 64 + word * 4 + lane % 4] = static_cast<u8>(q);
+    const float d = largest / 127.f;
+    if (lane == 0) reinterpret_cast<float2*>(to.scales)[block] = make_float2(d, d * sum);
+}
+
+// -- the rms of a row, from the sums of squares of its blocks of 32 columns. Whoever adds them up, a norm or the products
+//    before and after it, does so in the same order: within a block by pairs of neighbours, pairs of pairs and so on.
+
+// Each lane of a warp has a column of a block.
+DEVICE float block_squares(float x) {
+    float sum = __fmul_rn(x, x);
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, step);
+    return sum;
+}
+
+// Each lane has four columns, eight lanes a block.
+DEVICE float block_squares(const float4& x) {
+    float sum = (__fmul_rn(x.x, x.x) + __fmul_rn(x.y, x.y)) + (__fmul_rn(x.z, x.z) + __fmul_rn(x.w, x.w));
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, step);
+    return sum;
+}
+
+// 1 / rms, to all lanes of a warp.
+DEVICE float inverse_rms(const float* squares, int num_blocks, int columns, float eps) {
+    float sum = 0.f;
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < num_blocks; i += 32) sum += squares[i];
+    return rsqrtf(warp_sum(sum) / columns + eps);
 }
 
 enum Gate { SILU = 0, GELU_TANH = 1, SWIGLU_CLAMPED = 2 };

@@ -39,13 +39,14 @@ DEVICE int row_at(const Part& part, int group, int local) {
 
 // What the end of a group needs of memory, copied to shared memory ahead of it: a round trip at the end would delay all
 // that follows, and registers are scarce. Results are numbered n * per_row + local.
-template <int WIDTH>
+template <int WIDTH, int NUM_GROUPS = 1>
 struct Ending {
-    static constexpr int COUNT = 16 * WIDTH < 32 * MAX_WARPS ? 16 * WIDTH : 32 * MAX_WARPS;
+    static constexpr int RESULTS = 16 * NUM_GROUPS * WIDTH;
+    static constexpr int COUNT = RESULTS < 32 * MAX_WARPS ? RESULTS : 32 * MAX_WARPS;
     int num_rows;
     float bias[COUNT], up_bias[COUNT], old[COUNT];
 
-    DEVICE static int per_row(const Problem& p) { return p.flags & GATED ? 8 : 16; }
+    DEVICE static int per_row(const Problem& p) { return p.flags & GATED ? 8 : 16 * NUM_GROUPS; }
 
     // Before grid_wait; the number of rows, for after it.
     DEVICE int load_bias(const Part& part, const Problem& p, int group) {
@@ -82,6 +83,17 @@ struct Ending {
             if (p.flags & ACCUMULATE) value += is_early ? old[i] : *to;
             *to = value;
         }
+    }
+    // The same of several groups of a part that is not interleaved, for the only row: a result a thread, which gets it.
+    // `partial` has the warps of a group after those of the group before.
+    DEVICE float write_only_row(const Part& part, const Problem& p, int first_group,
+                                const float (*partial)[16][WIDTH + 1], int warps) const {
+        const int i = threadIdx.x;
+        float value = bias[i];
+        for (int warp = 0; warp < warps; warp++) value += partial[i / 16 * warps + warp][i % 16][0];
+        if (p.flags & ACCUMULATE) value += old[i];
+        *address(part, p, first_group * 16 + i, 0) = value;
+        return value;
     }
 
 private:

@@ -37,14 +37,7 @@ prepare(const float* x, int stride, const int* num_rows, const Activations to) {
     hand_over(to, n, quad, v.x, v.y, v.z, v.w);
 }
 
-DEVICE float block_sum(float value) {
-    __shared__ float warps[32];
-    value = warp_sum(value);
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
-    __syncthreads();
-    const int lane = threadIdx.x % 32;
-    return warp_sum(lane < blockDim.x / 32 ? warps[lane] : 0.f);
-}
+constexpr int MAX_NORM_BLOCKS = 1024;  // of 32 columns, whose sums of squares are kept apart
 
 // Blocks of 1,024 threads that a multiprocessor has room for; ptxas refuses a bound beyond that.
 #if __CUDA_ARCH__ == 750 || (__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1100
@@ -63,22 +56,27 @@ rms_norm(const float* x, int x_stride, const float* weight, float* out, int out_
     const int n = blockIdx.x, quads = padded_quads(columns), rows = *num_rows;
     const float* row = x + static_cast<size_t>(n) * x_stride;
     float4 gain = load_quad(weight, threadIdx.x, columns);
+    __shared__ float squares[MAX_NORM_BLOCKS];
     grid_wait();
     if (n >= rows) return;
     float4 v = load_quad(row, threadIdx.x, columns);
-    float squares = v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    const float first = block_squares(v);
+    if (threadIdx.x % 8 == 0) squares[threadIdx.x / 8] = first;
 #pragma unroll 1
     for (int quad = threadIdx.x + blockDim.x; quad < quads; quad += blockDim.x) {
-        const float4 more = load_quad(row, quad, columns);
-        squares += more.x * more.x + more.y * more.y + more.z * more.z + more.w * more.w;
+        const float more = block_squares(load_quad(row, quad, columns));
+        float* sum = squares + quad / 8 % MAX_NORM_BLOCKS;
+        if (quad % 8 == 0) *sum = quad / 8 < MAX_NORM_BLOCKS ? more : *sum + more;
     }
-    const float scale = rsqrtf(block_sum(squares) / columns + eps);
+    __syncthreads();
+    const float scale = inverse_rms(squares, min(quads / 8, MAX_NORM_BLOCKS), columns, eps);
+    const float before = to.kind == BYTES ? 1.f : scale, after = to.kind == BYTES ? scale : 1.f;
 #pragma unroll 1
     for (int quad = threadIdx.x; quad < quads;) {
-        const float4 y =
-            make_float4(v.x * scale * gain.x, v.y * scale * gain.y, v.z * scale * gain.z, v.w * scale * gain.w);
-        store_quad(out + static_cast<size_t>(n) * out_stride, quad, columns, y);
-        hand_over(to, n, quad, y.x, y.y, y.z, y.w);
+        const float4 y = make_float4(v.x * gain.x, v.y * gain.y, v.z * gain.z, v.w * gain.w);
+        const float4 normed = make_float4(y.x * scale, y.y * scale, y.z * scale, y.w * scale);
+        store_quad(out + static_cast<size_t>(n) * out_stride, quad, columns, normed);
+        hand_over(to, n, quad, y.x * before, y.y * before, y.z * before, y.w * before, after);
         quad += blockDim.x;
         if (quad >= quads) break;
         v = load_quad(row, quad, columns);

@@ -4,7 +4,8 @@
 // A warp takes 256 columns at a time: 8 blocks of 32. Column n of B is the activations of block n, so the product of
 // the weights of block b with B has the wanted dot product in column b, which lane t = b / 2 of each quad keeps: every
 // lane then scales the two blocks 2t and 2t + 1 for its two rows, and nothing is done twice. Formats with a scale per
-// 16 values do this with two sets of eight half-blocks. A `Row` offers chunks, codes_of(chunk) and scales_of(chunk).
+// 16 values do this with two sets of eight half-blocks. A `Row` offers chunks, codes_of(chunk) and scales_of(chunk);
+// the scales of its codes are multiplied by `scale`.
 #include "formats.cuh"
 
 constexpr int SPAN_CHUNKS = 4;
@@ -47,7 +48,7 @@ struct Span {
         if (has_x) x = *reinterpret_cast<const uint2*>(row.codes_of(first_chunk + g / 2) + t * 16 + g % 2 * 8);
         if (has_meta) meta = *reinterpret_cast<const float4*>(row.scales_of(first_chunk + t));
     }
-    DEVICE void add(int lane, float (&total)[2]) const {
+    DEVICE void add(int lane, float (&total)[2], float scale = 1.f) const {
         const int t = lane % 4;
         int mine[4] = {0, 0, 0, 0};  // [h][block 2t, 2t + 1]
 #pragma unroll
@@ -68,9 +69,9 @@ struct Span {
         if (F::CHUNKS == 1 && meta.x == 0.f && meta.z == 0.f) return;  // beyond the row's end, or nothing to add
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            total[h] += static_cast<float>(mine[2 * h]) * (own.scale(0, h) * meta.x);
-            total[h] += static_cast<float>(mine[2 * h + 1]) * (own.scale(1, h) * meta.z);
-            if constexpr (F::MINS) total[h] += own.minimum(0, h) * meta.y + own.minimum(1, h) * meta.w;
+            total[h] += static_cast<float>(mine[2 * h]) * (own.scale(0, h) * (meta.x * scale));
+            total[h] += static_cast<float>(mine[2 * h + 1]) * (own.scale(1, h) * (meta.z * scale));
+            if constexpr (F::MINS) total[h] += own.minimum(0, h) * (meta.y * scale) + own.minimum(1, h) * (meta.w * scale);
         }
     }
 };
@@ -97,7 +98,7 @@ struct Span<F, 16> {
             d[set] = row.scales_of(chunk + t / 2)[t % 2 * 2];
         }
     }
-    DEVICE void add(int lane, float (&total)[2]) const {
+    DEVICE void add(int lane, float (&total)[2], float scale = 1.f) const {
         const int t = lane % 4;
         int mine[2][4] = {};  // [set][h][half-block 2t, 2t + 1]
 #pragma unroll
@@ -121,7 +122,7 @@ struct Span<F, 16> {
 #pragma unroll
             for (int set = 0; set < 2; set++)
                 sum += static_cast<float>(mine[set][2 * h] * own.scale(set, 0, h) +
-                                          mine[set][2 * h + 1] * own.scale(set, 1, h)) * d[set];
+                                          mine[set][2 * h + 1] * own.scale(set, 1, h)) * (d[set] * scale);
             total[h] += own.unit_scale(h) * sum;
         }
     }
