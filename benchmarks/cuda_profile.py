@@ -16,10 +16,13 @@ from pathlib import Path
 
 from cuda_backend import MODELS, Stack, step_seconds
 
+from lamina.kernels.backend import Graph
 from lamina.kernels.buffer import BLOCK_TOKENS, StepShape
 from lamina.kernels.cuda.backend import CudaBackend
 from lamina.kernels.cuda.device import Call, KernelCall
 from lamina.kernels.cuda.formats import PACKED_FORMATS
+from lamina.kernels.cuda.graph import Bucket
+from lamina.kernels.ops import Args, OpSpec
 from lamina.spec.quant import GgmlType
 
 REPLAYS = 5
@@ -80,21 +83,27 @@ def matched(calls: Sequence[Call], kernels: Sequence[Ran]) -> Iterator[tuple[Cal
         at += isinstance(calls[at], KernelCall)
 
 
+def capture(stack: Stack, backend: CudaBackend, shape: StepShape) -> tuple[Graph, list[Call]]:
+    """A step's recording and the calls in it."""
+    calls: list[Call] = []
+    plan = backend._plan
+
+    def noted(launches: Sequence[tuple[OpSpec, Args]], bucket: Bucket | None, shape: StepShape) -> list[Call]:
+        calls.extend(plan(launches, bucket, shape))
+        return calls
+
+    backend._plan = noted  # type: ignore[method-assign]
+    graph = backend.capture(stack.launch_all, shape)
+    del backend._plan
+    return graph, calls
+
+
 def profile_step(stack: Stack, shape: StepShape, title: str) -> None:
     """Print the table of one step."""
     backend = stack.backend
     assert isinstance(backend, CudaBackend)
-    calls: list[Call] = []
-    backend.set_shape(shape)
-    backend.device.run = calls.append  # type: ignore[method-assign]
-    backend._planner.sink = calls.append
-    stack.launch_all()
-    del backend.device.run
-    backend._planner.sink = backend.device.run
-    backend._planner.forget()
-    calls = [c for c in calls if not (isinstance(c, KernelCall) and c.program.function == "set_shape")]
     seconds = step_seconds(stack, shape, 10)
-    graph = backend.capture(stack.launch_all, shape)
+    graph, calls = capture(stack, backend, shape)
     backend.replay(graph, shape)
     kernels = trace(lambda: backend.replay(graph, shape), backend)
     graph.destroy()
