@@ -71,6 +71,19 @@ def test_the_words_that_leave(monkeypatch: pytest.MonkeyPatch, word: str) -> Non
     assert len(talk(monkeypatch, "a", word, "b").asked) == 1
 
 
+def test_a_terminal_is_greeted_and_left_on_a_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    talk(monkeypatch, "a")
+    told = capsys.readouterr()
+    assert told.out == "answer 1\n"
+    greeting, timings, *rest = told.err.split("\n")
+    assert greeting.startswith("m. /help lists what else")
+    assert timings == "[7 prompt tokens (5 cached) in 12 ms, 3 tokens at 45.6/s]"
+    assert rest == ["", ""]
+
+
 def test_help_and_what_it_does_not_list(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     server = talk(monkeypatch, "/help")
     told = capsys.readouterr().err

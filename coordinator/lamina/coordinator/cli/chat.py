@@ -50,6 +50,8 @@ def _read_line(is_interactive: bool) -> str | None:
     try:
         return input("> " if is_interactive else "").strip()
     except EOFError:
+        if is_interactive:
+            _say("")  # the shell's prompt has a line of its own
         return None
 
 
