@@ -76,9 +76,11 @@ def plan_byte_linear(
 def shareable_norm(planner: Planner, stored: CudaWeight, out: Buffer, rows: Rows) -> NormAfter | None:
     """The norm that follows in a recording, if this product can do its share of it."""
     part = stored.parts[0]
-    if rows.capacity != 1 or not planner.has_byte_mma or len(stored.parts) != 1 or not isinstance(part, PackedPart):
+    if rows.capacity != 1 or not planner.following or not planner.has_byte_mma:
         return None
-    if part.half or part.rows % 64 or part.format.type is GgmlType.Q2_K:
+    if len(stored.parts) != 1 or not isinstance(part, PackedPart) or part.format.type is GgmlType.Q2_K:
+        return None
+    if part.half or part.rows % 64:
         return None
     warps = choose_warps(part.num_groups, ceil_div(part.num_chunks, 4), ROW_BOUNDS, planner.device.num_multiprocessors)
     return norm_after(out, planner.following) if 2 * warps <= _MOST_WARPS else None
@@ -101,7 +103,8 @@ def choose_warps(num_groups: int, num_spans: int, bounds: tuple[int, int], num_m
 
     A multiprocessor holds as many blocks as `bounds` (most warps of a block, blocks) leave room for; a block takes as
     long as its warps have spans of 256 columns, and one span's time to start and end. Counted in waves of blocks this
-    ranks block sizes as measured on an H200, from 224 groups to 9,504.
+    ranks block sizes as measured on an H200, from 224 groups to 9,504, within 1 % of a step: for 1,792 groups of 16
+    spans, which it has two warps share, four were that much faster.
     """
     max_warps, min_blocks = bounds
 
