@@ -111,10 +111,13 @@ def _nvrtc() -> Nvrtc | None:
     return Nvrtc(declared(ctypes.CDLL(str(found[0])))) if found else None
 
 
-@pytest.mark.parametrize("cc", [(6, 1), (7, 0)])
-@pytest.mark.parametrize("entry", PROGRAMS, ids=lambda entry: f"{entry.file}-{dict(entry.defines).get('KV_TYPE', 0)}")
-def test_compiles_at_run_time_for_pascal_and_volta(entry: Program, cc: tuple[int, int]) -> None:
-    """C-02: the compiler that workers use, as they use it, for cards that only its older version knows."""
+AT_RUN_TIME = [(entry, cc) for entry in PROGRAMS for cc in ((6, 1), (7, 0))]
+AT_RUN_TIME += [(entry, (9, 0)) for entry in PROGRAMS if entry.file == "attention_wgmma.cu"]
+
+
+@pytest.mark.parametrize(("entry", "cc"), AT_RUN_TIME, ids=lambda value: getattr(value, "file", str(value)))
+def test_compiles_at_run_time(entry: Program, cc: tuple[int, int]) -> None:
+    """C-02: the compiler that workers use, as they use it: cards that only its older version knows, what one card has."""
     nvrtc = _nvrtc()
     if nvrtc is None:
         pytest.skip("needs the wheel nvidia-cuda-nvrtc-cu12")
