@@ -183,3 +183,18 @@ def test_a_worker_that_traces_says_that_it_is_slow(
     daemon._announce(settings_of(monkeypatch, "--trace-directory", "traces"), ())
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "tracing into traces: steps run op by op" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "port"), [("any", 0), ("ANY", 0), ("none", None), ("1", 1), ("50052", 50052), ("65535", 65535)]
+)
+def test_edge_ports(text: str, port: int | None) -> None:
+    assert parse_edge_port(text) == port
+
+
+@pytest.mark.parametrize("text", ["", "0", "65536", "-1", "5005x", "123456", "off", "1.5"])
+def test_what_is_no_edge_port_is_named(text: str) -> None:
+    with pytest.raises(
+        InvalidConfig, match=f"--edge-port {text!r} is neither any, nor none, nor a port from 1 to 65535"
+    ):
+        parse_edge_port(text)
