@@ -117,7 +117,7 @@ AT_RUN_TIME += [(entry, (9, 0)) for entry in PROGRAMS if entry.file == "attentio
 
 @pytest.mark.parametrize(("entry", "cc"), AT_RUN_TIME, ids=lambda value: getattr(value, "file", str(value)))
 def test_compiles_at_run_time(entry: Program, cc: tuple[int, int]) -> None:
-    """C-02: the compiler that workers use, as they use it: cards that only its older version knows, what one card has."""
+    """C-02: the compiler of workers, as they use it: for cards that CUDA 13 no longer knows; for what one card has."""
     nvrtc = _nvrtc()
     if nvrtc is None:
         pytest.skip("needs the wheel nvidia-cuda-nvrtc-cu12")
