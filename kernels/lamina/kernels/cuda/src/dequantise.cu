@@ -3,24 +3,29 @@
 
 enum Target { TO_F32 = 0, TO_BF16 = 2, TO_F16 = 3 };
 
-// Value of byte j of register r = 4 block + i.
+// The values of a register r = 4 block + i: factor * code + minimum, in the order of ggml's own products.
+struct Line {
+    float factor, minimum;
+
+    DEVICE float operator()(u32 word, int j) const {
+        return factor * static_cast<float>(static_cast<signed char>(word >> (8 * j))) + minimum;
+    }
+};
+
 template <class F>
-DEVICE float value_of(const F& unit, int chunk, u32 word, int r, int j) {
+DEVICE Line line_of(const F& unit, int chunk, int r) {
     const int h = r % 2, block = 2 * chunk + r / 4;
-    const int code = static_cast<int>(word << (24 - 8 * j)) >> 24;
     if constexpr (F::SCALE_VALUES == 32) {
-        return unit.unit_scale(h) * (unit.scale(block, h) * code) + unit.unit_minimum(h) * unit.minimum(block, h);
+        return {unit.unit_scale(h) * unit.scale(block, h), unit.unit_minimum(h) * unit.minimum(block, h)};
     } else {
-        return unit.unit_scale(h) * static_cast<float>(unit.scale(2 * block + (r % 4) / 2, h) * code);
+        return {unit.unit_scale(h) * unit.scale(2 * block + (r % 4) / 2, h), 0.f};
     }
 }
 
 template <>
-DEVICE float value_of<Q2_K>(const Q2_K& unit, int chunk, u32 word, int r, int j) {
+DEVICE Line line_of<Q2_K>(const Q2_K& unit, int chunk, int r) {
     const int h = r % 2, half_block = 4 * chunk + r / 2;
-    const int code = (word >> (8 * j)) & 255;
-    return unit.unit_scale(h) * static_cast<float>(unit.scale(half_block, h) * code) +
-           unit.unit_minimum(h) * static_cast<float>(unit.half_minimum(half_block, h));
+    return {unit.unit_scale(h) * unit.scale(half_block, h), unit.unit_minimum(h) * unit.half_minimum(half_block, h)};
 }
 
 // Column of byte 0 of register r of a lane.
@@ -91,11 +96,12 @@ dequantise(const u8* packed, void* out, int first_group, int num_groups, int row
         for (int pair = 0; pair < 4; pair++) {  // registers r (low half) and r + 2 (high half) of one row and block
             const int r = pair / 2 * 4 + pair % 2, block = (index * FORMAT::CHUNKS + chunk) * 2 + r / 4;
             const int row = row_at(group, g + 8 * (r % 2), slice_rows, slice_half);
+            const Line line = line_of(unit, chunk, r), line_of_high = line_of(unit, chunk, r + 2);
             float low[4], high[4];
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                low[j] = value_of(unit, chunk, a[r], r, j);
-                high[j] = value_of(unit, chunk, a[r + 2], r + 2, j);
+                low[j] = line(a[r], j);
+                high[j] = line_of_high(a[r + 2], j);
             }
             store_block(out, static_cast<size_t>(row) * columns + block * 32, target, t, low, high,
                         row >= 0 && block * 32 < columns);
@@ -133,9 +139,10 @@ embed(const u8* packed, const int* tokens, const int* num_rows, float* out, int 
             const int column = column_of(blockIdx.x * FORMAT::CHUNKS, chunk, r, t);
             if (r % 2 != local / 8 || column >= columns) continue;
             float* to = out + static_cast<size_t>(n) * out_stride + column;
+            const Line line = line_of(unit, chunk, r);
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                to[j] = known ? scale * value_of(unit, chunk, a[r], r, j) : __uint_as_float(0x7fc00000u);
+                to[j] = known ? scale * line(a[r], j) : __uint_as_float(0x7fc00000u);
         }
     }
 }
