@@ -10,7 +10,8 @@ from lamina.kernels.reference import ReferenceBackend
 from lamina.kernels.registry import create_backend
 from lamina.rpc_worker import cli, command, daemon
 from lamina.rpc_worker.describe import device_profile
-from lamina.rpc_worker.settings import WorkerSettings
+from lamina.rpc_worker.settings import WorkerSettings, parse_edge_port
+from lamina.spec.errors import InvalidConfig
 from lamina.spec.ids import DeviceId, WorkerName
 from support.cuda_emulated import EmulatedDevice
 
@@ -194,7 +195,5 @@ def test_edge_ports(text: str, port: int | None) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "65536", "-1", "5005x", "123456", "off", "1.5"])
 def test_what_is_no_edge_port_is_named(text: str) -> None:
-    with pytest.raises(
-        InvalidConfig, match=f"--edge-port {text!r} is neither any, nor none, nor a port from 1 to 65535"
-    ):
+    with pytest.raises(InvalidConfig, match=f"--edge-port {text!r} is neither any, nor none, nor a port"):
         parse_edge_port(text)
