@@ -1,5 +1,6 @@
 """The device of a real card over libraries that are not: memory, products, compilation, what is given back."""
 
+import errno
 import gc
 from pathlib import Path
 
@@ -39,6 +40,10 @@ def test_cards_and_libraries_that_do_not_go_together(tmp_path: Path) -> None:
     """B-08, A-22: said before anything is made on the card."""
     with pytest.raises(Unsupported, match="cuda:1 is not there: the NVIDIA driver shows 1 GPUs"):
         make(tmp_path, FakeDriver((9, 0)), 1)
+    stopped = FakeDriver((9, 0))
+    stopped.status = 803
+    with pytest.raises(Unsupported, match="driver does not start: CUDA_ERROR_INJECTED; see what nvidia-smi says"):
+        make(tmp_path, stopped)
     with pytest.raises(Unsupported, match=r"capability 6\.1, the installed CUDA 13\.0"):
         make(tmp_path, FakeDriver((6, 1)))
     with pytest.raises(Unsupported, match=r"driver of Card 0 \(cuda:0\) is for CUDA 12\.4"):
@@ -217,6 +222,23 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptu
     assert compiler.compile_all([Source("k.cu", text, ()) for text in "ab"]) == [b"sm_89:a", b"sm_89:b"]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "every start compiles them" in caplog.text
+
+
+def test_a_disk_that_is_full_gets_its_bytes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of what could not be written whole is left in the folder."""
+
+    def write_half(path: Path, content: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_half)
+    compiler = Compiler(Nvrtc(FakeNvrtc()), "sm_89", tmp_path)
+    assert compiler.compile_all([Source("k.cu", "a", ())]) == [b"sm_89:a"]
+    assert list(tmp_path.iterdir()) == []
+    assert "No space left on device" in caplog.text
 
 
 def test_what_does_not_compile_says_why(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_cards_that_the_libraries_serve(
 @pytest.mark.parametrize(
     ("cc", "driver", "compiler", "said"),
     [
-        ((6, 1), (12, 9), (13, 0), r"6\.1, the installed CUDA 13\.0 serves 7\.5 and later; .*lamina\[cuda12\]"),
+        ((6, 1), (12, 9), (13, 0), r"6\.1, the installed CUDA 13\.0 serves 7\.5 .*uninstall nvidia-.*lamina\[cuda12\]"),
         ((7, 0), (13, 0), (13, 1), r"7\.0, the installed CUDA 13\.1 .*lamina\[cuda12\]"),
         ((5, 2), (12, 9), (12, 9), r"5\.2; lamina needs 6\.1"),
         ((8, 9), (12, 8), (13, 0), r"driver of a card is for CUDA 12\.8, .* of 13\.0; .*newer driver.*cuda12"),

@@ -204,3 +204,7 @@ def test_the_commands(
     assert "go with --self-test or --explain" in capsys.readouterr().err
     assert _run(monkeypatch, "--explain", "--model", str(tmp_path / "none.gguf")) == 2
     assert "none.gguf" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "lamina.kernels.cuda.toolkit", None)
+    assert _run(monkeypatch, "--explain", "--device", "cuda") == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "lamina[cuda]" in line

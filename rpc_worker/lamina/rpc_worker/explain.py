@@ -99,17 +99,16 @@ def _why(dtype: DType, wish: str, offered: tuple[str, ...], overflowing: ModelTy
 
 def print_report(report: DeviceReport, model: ModelTypes | None) -> None:
     """For people: a few lines, the commonest reason among them, and a table."""
-    console = Console(width=None if sys.stdout.isatty() else 110)
     if report.failure:
-        console.print(f"{report.device}: {report.failure}", highlight=False)
+        print(f"{report.device}: {report.failure}")
         return
-    console.print(f"{report.device}: {report.name}", highlight=False)
-    console.print(f"  large products in {report.compute_dtype}: {report.compute_why}", highlight=False, soft_wrap=True)
-    console.print(f"  recorded steps {report.graphs}: {report.graphs_why}", highlight=False, soft_wrap=True)
+    print(f"{report.device}: {report.name}")
+    print(f"  large products in {report.compute_dtype}: {report.compute_why}")
+    print(f"  recorded steps {report.graphs}: {report.graphs_why}")
     headers = ["op", "operand", "rows", "kernel"]
     common = Counter(choice.why for choice in report.kernels).most_common(2)
     if common:
-        console.print(f"  kernels: {common[0][0]}", highlight=False, soft_wrap=True)
+        print(f"  kernels: {common[0][0]}")
     if len(common) > 1:
         headers.append("besides")
     table = Table(*headers, box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -117,7 +116,7 @@ def print_report(report: DeviceReport, model: ModelTypes | None) -> None:
         why = choice.why.removeprefix(common[0][0]).removeprefix("; ")
         cells = (choice.op, _operand(choice, model), choice.rows, choice.kernel, why)
         table.add_row(*cells[: len(headers)])
-    console.print(table)
+    Console(width=None if sys.stdout.isatty() else 110, markup=False).print(table)
 
 
 def _operand(choice: KernelChoice, model: ModelTypes | None) -> str:

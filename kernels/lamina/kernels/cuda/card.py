@@ -15,7 +15,7 @@ import numpy as np
 
 from lamina.kernels.backend import Unsupported
 from lamina.kernels.cuda.device import Bytes
-from lamina.kernels.cuda.libcuda import require
+from lamina.kernels.cuda.libcuda import error_name, require
 from lamina.kernels.cuda.policy import ComputeCapability
 
 _NUM_MULTIPROCESSORS, _INTEGRATED, _MAJOR, _MINOR = 16, 18, 75, 76  # CU_DEVICE_ATTRIBUTE_*
@@ -36,6 +36,10 @@ class Card:
 
     def __init__(self, library: Any, index: int) -> None:
         """Raises Unsupported if there is no card of this index."""
+        status = library.cuInit(0)
+        if status:  # a driver that was updated and not loaded anew, a card that hangs, no card at all
+            reason = error_name(library, status)
+            raise Unsupported(f"the NVIDIA driver does not start: {reason}; see what nvidia-smi says, or reboot")
         count = num_cards(library)
         if index >= count:
             raise Unsupported(f"cuda:{index} is not there: the NVIDIA driver shows {count} GPUs")
@@ -71,12 +75,6 @@ class Card:
             yield
         finally:
             self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
-
-    def driver_version(self) -> tuple[int, int]:
-        """The newest CUDA that the driver understands."""
-        version = ctypes.c_int()
-        self._ask("the driver's version", self._library.cuDriverGetVersion, ctypes.byref(version))
-        return version.value // 1000, version.value % 1000 // 10
 
     def can_access(self, other: "Card") -> bool:
         """Whether it could read the other card's memory directly."""

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lamina.kernels.cuda.libcuda import CudaError
+from lamina.kernels.cuda.libcuda import Arguments, CudaError, declare
 
 _log = logging.getLogger(__name__)
 _OPTIONS = ("-std=c++17", "-ftz=true", "--diag-suppress=177")
@@ -26,7 +26,7 @@ _DIGEST_BYTES = 32
 _SAY_AGAIN_S = 5.0
 
 _pointer, _int = ctypes.c_void_p, ctypes.c_int
-_ARGUMENTS: dict[str, tuple[type[Any], ...]] = {
+_ARGUMENTS: Arguments = {
     "nvrtcVersion": (_pointer, _pointer),
     "nvrtcGetNumSupportedArchs": (_pointer,),
     "nvrtcGetSupportedArchs": (_pointer,),
@@ -51,10 +51,8 @@ class Source(NamedTuple):
 
 
 def declared(library: Any) -> Any:
-    """The library libnvrtc, its functions told what they take."""
-    for name, arguments in _ARGUMENTS.items():
-        getattr(library, name).argtypes = arguments
-    return library
+    """The library libnvrtc, its functions told what they take. Raises Unsupported if it lacks one."""
+    return declare(library, _ARGUMENTS, "the installed libnvrtc is too old; CUDA 12.4 or later is wanted")
 
 
 class Nvrtc:
@@ -145,8 +143,13 @@ class Compiler:
         path = self._path(source)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(file.name, path)
+            pass
+        try:
+            Path(file.name).write_bytes(hashlib.sha256(code).digest() + code)
+            os.replace(file.name, path)
+        except OSError:  # a full disk is to get its bytes back
+            os.unlink(file.name)
+            raise
 
 
 class _Progress:

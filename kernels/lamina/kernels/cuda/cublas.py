@@ -5,7 +5,7 @@ from typing import Any
 
 from lamina.kernels.buffer import DType
 from lamina.kernels.cuda.device import Matrix, ProductCall
-from lamina.kernels.cuda.libcuda import CudaError
+from lamina.kernels.cuda.libcuda import Arguments, CudaError, declare
 from lamina.spec.errors import CapacityExceeded
 
 _ALLOC_FAILED = 3
@@ -15,7 +15,7 @@ _COMPUTE_F32 = 68  # products of f32 stay f32: TF32 would have to be asked for
 _DEFAULT_ALGORITHM = -1
 
 _pointer, _int = ctypes.c_void_p, ctypes.c_int
-_ARGUMENTS: dict[str, tuple[type[Any], ...]] = {
+_ARGUMENTS: Arguments = {
     "cublasCreate_v2": (_pointer,),
     "cublasDestroy_v2": (_pointer,),
     "cublasSetStream_v2": (_pointer, _pointer),
@@ -29,10 +29,8 @@ _ARGUMENTS: dict[str, tuple[type[Any], ...]] = {
 
 
 def declared(library: Any) -> Any:
-    """The library libcublas, its functions told what they take."""
-    for name, arguments in _ARGUMENTS.items():
-        getattr(library, name).argtypes = arguments
-    return library
+    """The library libcublas, its functions told what they take. Raises Unsupported if it lacks one."""
+    return declare(library, _ARGUMENTS, "the installed libcublas is too old; CUDA 12.4 or later is wanted")
 
 
 class Cublas:

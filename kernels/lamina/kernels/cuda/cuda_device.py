@@ -19,6 +19,7 @@ from lamina.kernels.cuda.compiler import Compiler, Nvrtc, Source
 from lamina.kernels.cuda.cublas import Cublas
 from lamina.kernels.cuda.device import Bytes, Call, Device, ExecutableGraph, KernelCall, Memory, ProductCall, Span
 from lamina.kernels.cuda.driver import Driver, DriverTransfer, Rows
+from lamina.kernels.cuda.libcuda import driver_version
 from lamina.kernels.cuda.policy import DEPENDENT_LAUNCH, HOPPER, compile_target, free_bytes, require_supported
 from lamina.kernels.cuda.programs import Program, packing_of, source_text
 from lamina.spec.errors import CapacityExceeded
@@ -56,7 +57,7 @@ class CudaDevice:
         """Compiled kernels are kept in `kernel_folder`."""
         card = self._card = Card(libraries.driver, index)
         nvrtc = Nvrtc(libraries.nvrtc)
-        require_supported(card.name, card.compute_capability, card.driver_version(), nvrtc.version)
+        require_supported(card.name, card.compute_capability, driver_version(libraries.driver), nvrtc.version)
         self.name = card.name
         self.compute_capability = card.compute_capability
         self.num_multiprocessors = card.num_multiprocessors

@@ -4,8 +4,10 @@ Owns nothing. `Card` (memory, modules) and `Driver` (what happens on a stream) c
 """
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any
 
+from lamina.kernels.backend import Unsupported
 from lamina.spec.errors import CapacityExceeded, LaminaError
 
 _OUT_OF_MEMORY = 2  # others have taken what the driver needed
@@ -13,7 +15,8 @@ _OUT_OF_MEMORY = 2  # others have taken what the driver needed
 _pointer, _address, _size = ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_size_t
 _int, _uint = ctypes.c_int, ctypes.c_uint
 # Declared types convert Python's integers, at their full width, faster than an object made for each would be.
-_ARGUMENTS: dict[str, tuple[type[Any], ...]] = {
+Arguments = Mapping[str, tuple[type[Any], ...]]
+_ARGUMENTS: Arguments = {
     "cuInit": (_uint,),
     "cuDriverGetVersion": (_pointer,),
     "cuDeviceGetCount": (_pointer,),
@@ -72,15 +75,34 @@ class CudaError(LaminaError):
 
 
 def load_driver() -> Any:
-    """The driver's library. Raises OSError where there is no NVIDIA driver."""
-    return declared(ctypes.CDLL("libcuda.so.1"))
+    """The driver's library. Raises Unsupported where there is no NVIDIA driver, or one of long ago."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise Unsupported(f"there is no NVIDIA driver: {error}") from None
+    return declared(library)
 
 
 def declared(library: Any) -> Any:
-    """The library, its functions told what they take."""
-    for name, arguments in _ARGUMENTS.items():
-        getattr(library, name).argtypes = arguments
+    """The library, its functions told what they take. Raises Unsupported if it lacks one."""
+    return declare(library, _ARGUMENTS, "the NVIDIA driver is too old; install 525 or later, for CUDA 13 580 or later")
+
+
+def declare(library: Any, functions: Arguments, too_old: str) -> Any:
+    """The library, these functions told what they take. Raises Unsupported, which begins so, if it lacks one."""
+    for name, arguments in functions.items():
+        try:
+            getattr(library, name).argtypes = arguments
+        except AttributeError:
+            raise Unsupported(f"{too_old} (it has no {name})") from None
     return library
+
+
+def driver_version(library: Any) -> tuple[int, int]:
+    """The newest CUDA that the driver understands."""
+    version = ctypes.c_int()
+    require(library, library.cuDriverGetVersion(ctypes.byref(version)), "the driver's version")
+    return version.value // 1000, version.value % 1000 // 10
 
 
 def require(library: Any, status: int, what: str) -> None:

@@ -17,7 +17,8 @@ HALF_MMA: ComputeCapability = (8, 0)
 DEPENDENT_LAUNCH: ComputeCapability = (9, 0)
 HOPPER: ComputeCapability = (9, 0)  # wgmma, in code for sm_90a alone
 OLDEST_OF_CUDA_13: ComputeCapability = (7, 5)
-_ADVICE = "pip install 'lamina[cuda12]'"
+# Where both are installed, those of CUDA 13 are found first.
+_ADVICE = "pip uninstall nvidia-cuda-nvrtc nvidia-cublas, then pip install 'lamina[cuda12]'"
 
 
 def graph_policy(cc: ComputeCapability, worker: GraphMode, cluster: GraphMode = GraphMode.AUTO) -> GraphDecision:
