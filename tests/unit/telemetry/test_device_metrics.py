@@ -205,3 +205,13 @@ def test_a_worker_that_idles_has_a_remedy(capsys: pytest.CaptureFixture[str]) ->
     show_status(cast(ServerClient, _Server(CLUSTER | idle)), as_json=False)
     told = capsys.readouterr().out
     assert "idle: worker b at h:2 holds no layers; the split works without it; restart `coordinator serve`" in told
+
+
+def test_what_looks_like_markup_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Addresses of IPv6 and names of files: neither a style, nor the end of one, nor a picture."""
+    state = {"status": "unavailable", "reason": "[/srv/b] is gone :ab:"}
+    absent = {"absent_workers": ["[fd00:ab::1]:50051"], "model": "m[x]", "state": state}
+    show_status(cast(ServerClient, _Server(CLUSTER | absent)), as_json=False)
+    told = capsys.readouterr().out
+    assert "m[x]: unavailable ([/srv/b] is gone :ab:)" in told
+    assert "absent: the worker at [fd00:ab::1]:50051 does not answer" in told

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lamina.coordinator.cli import options
 from lamina.coordinator.cli.config_file import Config
 from lamina.coordinator.cli.options import is_interactive
-from lamina.coordinator.cli.progress import LoadBars, split_table
+from lamina.coordinator.cli.progress import LoadBars, plain_console, split_table
 from lamina.coordinator.cli.run import cancel_on_signals
 from lamina.coordinator.model_file import ModelFile, open_model_file
 from lamina.coordinator.perplexity import Perplexity, Window, WindowScorer, cut_windows, perplexity_of
@@ -111,7 +111,7 @@ def _read_text(path: Path | None) -> str:
 
 async def _score(model: ModelFile, settings: SessionSettings, request: PerplexityRequest) -> None:
     cancel_on_signals()
-    console = Console(stderr=True, width=None if is_interactive() else 110)
+    console = plain_console(stderr=True)
 
     def show_split(stages: tuple[StagePlan, ...]) -> None:
         if not request.quiet:
@@ -183,4 +183,4 @@ class _ScoreProgress:
         self._bar.update(self._task, completed=num_done, description=so_far)
         tenth = _PLAIN_LINES * num_done // self._num_windows
         if self._plain and tenth > _PLAIN_LINES * (num_done - 1) // self._num_windows:
-            self._console.print(f"chunk {num_done} of {self._num_windows}: {so_far}", highlight=False)
+            self._console.print(f"chunk {num_done} of {self._num_windows}: {so_far}")

@@ -184,7 +184,7 @@ class Keeper:
         await self._service.cluster.look()  # so that whoever asks next sees the stages
         leave_to_stay()
         self._set_state(Ready(session.engine))
-        self._console.print("ready", highlight=False)
+        self._console.print("ready")
 
     async def _watch_idle(self, session: Session, joins: JoinServer | None) -> None:
         """For ever: say which workers hold no layers, those that come or come back after the split among them."""

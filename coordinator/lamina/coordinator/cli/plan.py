@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import sys
 
-from rich.console import Console
-
-from lamina.coordinator.cli.progress import connecting_line, split_json, split_table
+from lamina.coordinator.cli.progress import connecting_line, plain_console, split_json, split_table
 from lamina.coordinator.model_file import ModelFile
 from lamina.coordinator.planner.memory import Demand, StagePlan, check_fits, plan_stages
 from lamina.coordinator.planner.partition import partition_by_memory
@@ -59,7 +56,7 @@ def plan_offline(
 async def plan_online(model: ModelFile, settings: SessionSettings) -> tuple[StagePlan, ...]:
     """A split over the workers' free memory now."""
     addresses = addresses_of(settings)
-    with connecting_line(Console(stderr=True), addresses):
+    with connecting_line(plain_console(stderr=True), addresses):
         clients = await dial_all(addresses)
     try:
         return choose_split(model, settings, clients)
@@ -85,7 +82,7 @@ def print_plan(model: ModelFile, settings: SessionSettings, stages: tuple[StageP
         document = {"model": spec.name, "architecture": spec.architecture, "digest": spec.digest}
         print(json.dumps({**document, "num_layers": spec.num_layers, "stages": split_json(stages)}, indent=2))
     else:
-        console = Console(width=None if sys.stdout.isatty() else 110)
+        console = plain_console()
         console.print(split_table(stages, settings))
         for line in window_lines(demand_of(model, settings)):
-            console.print(line, highlight=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)

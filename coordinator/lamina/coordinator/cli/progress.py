@@ -1,6 +1,7 @@
 """What a person sees while a model comes up: the split as a table, a bar per stage, plain lines without a terminal."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,6 +20,15 @@ from lamina.spec.ids import WorkerName
 IDLE_REMEDY = "the split works without it; restart `coordinator serve` to use it, or the next loss of a worker will"
 _MIB = 2**20
 _SILENCE_S = 1.0
+
+
+def plain_console(*, stderr: bool = False) -> Console:
+    """As wide as the terminal; lines to a pipe are not folded where a terminal would.
+
+    It prints what it is given: `[fd00::1]:50051` and a file called `[/a]` are not taken for markup.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else 110, markup=False, emoji=False, highlight=False)
 
 
 def compact_table(*headers: str, num_texts: int) -> Table:
@@ -85,7 +95,7 @@ def connecting_line(
     """Say who is dialled once that takes a second; what is yielded is to be called when the workers have answered."""
     line = f"connecting to {', '.join(map(str, addresses))} …"
     timer = asyncio.get_running_loop().call_later(
-        _SILENCE_S, lambda: None if quiet else console.print(line, highlight=False, soft_wrap=True)
+        _SILENCE_S, lambda: None if quiet else console.print(line, soft_wrap=True)
     )
     try:
         yield timer.cancel
@@ -100,7 +110,10 @@ class LoadBars:
         self._console = console
         self._quiet = quiet
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), console=console
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            console=console,
         )
         self._interactive = interactive and not quiet
         self._tasks: dict[int, TaskID] = {}
@@ -118,7 +131,7 @@ class LoadBars:
         stage = event.stage
         if not self._interactive:
             if isinstance(event, StageLoaded) and not self._quiet:
-                self._console.print(f"loaded {stage}: {event.weight_bytes / _MIB:.1f} MiB of weights", highlight=False)
+                self._console.print(f"loaded {stage}: {event.weight_bytes / _MIB:.1f} MiB of weights")
             return
         if stage.index not in self._tasks:
             self._tasks[stage.index] = self._progress.add_task(str(stage), total=None)

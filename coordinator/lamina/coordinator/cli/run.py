@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from lamina.coordinator.cli.options import is_interactive
-from lamina.coordinator.cli.progress import LoadBars, connecting_line, idle_line, split_table
+from lamina.coordinator.cli.progress import LoadBars, connecting_line, idle_line, plain_console, split_table
 from lamina.coordinator.engine.sequence import SequenceRequest
 from lamina.coordinator.model_file import ModelFile
 from lamina.coordinator.planner.memory import StagePlan
@@ -42,7 +42,7 @@ async def run(model: ModelFile, settings: SessionSettings, request: RunRequest) 
     cancel_on_signals()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    console = Console(stderr=True, width=None if is_interactive() else 110)
+    console = plain_console(stderr=True)
     prompt_ids = encode_prompt(model, request)
 
     async with AsyncExitStack() as stack:
@@ -73,7 +73,7 @@ def cancel_on_signals() -> None:
 def _name_idle(session: Session, console: Console) -> None:
     known = {client.profile.name: client.address for client in session.workers}
     for name, address in idle_workers(session.pipeline.placement, known).items():
-        console.print(f"{idle_line(name, address)}: the split has no range for it", highlight=False, soft_wrap=True)
+        console.print(f"{idle_line(name, address)}: the split has no range for it", soft_wrap=True)
 
 
 def encode_prompt(model: ModelFile, request: RunRequest) -> tuple[int, ...]:
@@ -110,9 +110,7 @@ async def _answer(session: Session, prompt_ids: tuple[int, ...], request: RunReq
         end = time.perf_counter()
         print(detokenizer.flush(), flush=True)
     if not request.quiet:
-        console.print(
-            timing_line(len(prompt_ids), first - start, num_tokens, end - first), highlight=False, soft_wrap=True
-        )
+        console.print(timing_line(len(prompt_ids), first - start, num_tokens, end - first), soft_wrap=True)
 
 
 def timing_line(num_prompt: int, prefill_s: float, num_tokens: int, decode_s: float) -> str:

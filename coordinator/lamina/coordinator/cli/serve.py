@@ -9,8 +9,6 @@ import signal
 import sys
 import time
 
-from rich.console import Console
-
 from lamina.coordinator.api.app import create_app
 from lamina.coordinator.api.served_model import ServedModel
 from lamina.coordinator.api.service import InferenceService
@@ -18,7 +16,7 @@ from lamina.coordinator.api.state import Draining
 from lamina.coordinator.cli.announcement import announcement
 from lamina.coordinator.cli.http_server import HttpServer, address_of, allow_open_files, bind
 from lamina.coordinator.cli.keeper import Keeper
-from lamina.coordinator.cli.options import is_interactive
+from lamina.coordinator.cli.progress import plain_console
 from lamina.coordinator.cli.serve_settings import ServeSettings
 from lamina.coordinator.cluster.membership import JoinServer
 from lamina.coordinator.model_file import ModelFile
@@ -48,11 +46,11 @@ async def serve(model: ModelFile, session: SessionSettings, settings: ServeSetti
     allow_open_files(settings.max_connections)
     bound = bind(settings.listen)
     server = HttpServer(create_app(service, settings.api), bound, settings.max_connections)
-    console = Console(stderr=True, width=None if is_interactive() else 110)
+    console = plain_console(stderr=True)
     keeper = Keeper(model, session, service, console, settings.recover_s, settings.replan_after_s)
     joins = None if addresses_of(session) else await JoinServer.start(settings.join_listen)
     for line in announcement(settings.model_name, address_of(bound), joins.address if joins else None):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     serving = asyncio.create_task(server.run_on_sockets())
     keeping = asyncio.create_task(keeper.keep(joins, settings.num_workers))
     watching = asyncio.create_task(service.cluster.run())

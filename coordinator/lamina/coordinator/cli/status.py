@@ -1,13 +1,12 @@
 """`coordinator status` and `devices`: what a running server knows of its cluster, as tables or JSON."""
 
 import json
-import sys
 from typing import Any
 
 from rich.console import Console
 
 from lamina.coordinator.cli.client import ServerClient
-from lamina.coordinator.cli.progress import IDLE_REMEDY, compact_table
+from lamina.coordinator.cli.progress import IDLE_REMEDY, compact_table, plain_console
 
 _MIB = 2**20
 
@@ -18,19 +17,19 @@ def show_status(client: ServerClient, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(cluster, indent=2))
         return
-    console = _console()
-    console.print(_state_line(cluster), highlight=False, soft_wrap=True)
-    console.print(_load_line(cluster), highlight=False)
+    console = plain_console()
+    console.print(_state_line(cluster), soft_wrap=True)
+    console.print(_load_line(cluster))
     if cluster["stages"]:
         _print_stages(console, cluster)
     for worker in cluster["idle_workers"]:
         line = f"idle: worker {worker['name']} at {worker['address']} holds no layers; {IDLE_REMEDY}"
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     for address in cluster["absent_workers"]:
-        console.print(f"absent: the worker at {address} does not answer; the split does without it", highlight=False)
+        console.print(f"absent: the worker at {address} does not answer; the split does without it")
     for stage in cluster["state"].get("stages", ()):
         share = stage["done_bytes"] / stage["total_bytes"] if stage["total_bytes"] else 0.0
-        console.print(f"loading stage {stage['stage']} on {stage['worker']}: {100 * share:.0f} %", highlight=False)
+        console.print(f"loading stage {stage['stage']} on {stage['worker']}: {100 * share:.0f} %")
 
 
 def show_devices(client: ServerClient, *, as_json: bool) -> None:
@@ -39,18 +38,13 @@ def show_devices(client: ServerClient, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(workers, indent=2))
         return
-    console = _console()
+    console = plain_console()
     for worker in workers:
         state = "up" if worker["up"] else "down"
-        console.print(f"{worker['name']} at {worker['address']}: {state}", highlight=False, soft_wrap=True)
+        console.print(f"{worker['name']} at {worker['address']}: {state}", soft_wrap=True)
         for device in worker["devices"]:
             for line in _device_lines(device):
-                console.print(f"  {line}", highlight=False, soft_wrap=True)
-
-
-def _console() -> Console:
-    """As wide as the terminal; lines to a pipe are not folded where a terminal would."""
-    return Console(width=None if sys.stdout.isatty() else 110)
+                console.print(f"  {line}", soft_wrap=True)
 
 
 def _device_lines(device: dict[str, Any]) -> list[str]:
@@ -110,7 +104,7 @@ def _print_stages(console: Console, cluster: dict[str, Any]) -> None:
     shared = [name for name in ("dtype", "graphs", "edge") if len({row[name] for row in rows}) == 1]
     if shared:
         line = ", ".join(f"{name} {rows[0][name]}" for name in shared)
-        console.print(f"all stages: {line}", highlight=False, soft_wrap=True)
+        console.print(f"all stages: {line}", soft_wrap=True)
     headers = [name for name in rows[0] if name not in shared]
     table = compact_table(*headers, num_texts=headers.index("MiB"))
     for row in rows:
