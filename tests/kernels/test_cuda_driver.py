@@ -152,7 +152,7 @@ def test_copies_name_their_ends_and_the_stream() -> None:
 def test_every_function_is_told_what_it_takes() -> None:
     """Undeclared, ctypes would cut an address to 32 bits."""
     texts = [Path(module.__file__).read_text("utf-8") for module in (libcuda_module, driver_module, card_module)]
-    called = {name for text in texts for name in re.findall(r"library\.(cu\w+)", text)}
+    called = {name for text in texts for name in re.findall(r"(?:library|quick)\.(cu\w+)", text)}
     library = declared(SimpleNamespace(**{name: SimpleNamespace() for name in called}))
     assert all(function.argtypes for function in vars(library).values())
 

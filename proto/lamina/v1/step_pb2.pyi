@@ -692,8 +692,6 @@ Global___Ping: _TypeAlias = Ping  # noqa: Y015
 
 @_typing.final
 class FramesRequest(_message.Message):
-    """On the stream, and on the edge's direct connection, where the payloads of a frame or a ping follow the message instead."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     OPEN_FIELD_NUMBER: _builtins.int

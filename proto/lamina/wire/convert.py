@@ -160,7 +160,7 @@ def done_to_message(done: StepDone) -> pb.StepDone:
     return message
 
 
-def encode_tokens(done: StepDone) -> bytes:
+def encode_streamed_tokens(done: StepDone) -> bytes:
     """A serialised FramesRequest with as much of an answer as stage 0 needs: tokens, their sequences and positions."""
     seqs, positions, tokens, *_ = zip(*done.tokens, strict=True) if done.tokens else ((), (), ())
     unspecified = [pb.FINISH_REASON_UNSPECIFIED] * len(seqs)

@@ -13,9 +13,9 @@ from lamina.spec.errors import InvalidConfig, InvalidPlan
 from lamina.spec.placement import StageSettings
 from lamina.spec.step import StepPlan
 from lamina.v1 import step_pb2 as pb
-from lamina.wire.delimited import delimited, field_key, varint
+from lamina.wire.delimited import field_key, varint
 
-_CODES = {"f32": pb.FRAME_DTYPE_F32, "bf16": pb.FRAME_DTYPE_BF16, "f16": pb.FRAME_DTYPE_F16}
+DTYPE_CODES = {"f32": pb.FRAME_DTYPE_F32, "bf16": pb.FRAME_DTYPE_BF16, "f16": pb.FRAME_DTYPE_F16}
 _ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 _FRAME_KEY = field_key(pb.FramesRequest.FRAME_FIELD_NUMBER)
 _PAYLOAD_KEY = field_key(pb.Frame.PAYLOAD_FIELD_NUMBER)
@@ -52,29 +52,20 @@ class Frame(NamedTuple):
     payload: Payload = b""
 
 
-def read_frame(message: pb.Frame, num_bytes: int | None = None) -> Frame:
-    """The message's fields, not checked; `num_bytes` is of a payload that follows the message."""
-    found, payload = (message.epoch, message.step, message.dtype, message.rows, message.hidden), message.payload
-    return Frame(*found, len(payload) if num_bytes is None else num_bytes, payload)
+def read_frame(message: pb.Frame) -> Frame:
+    """The message's fields, not checked."""
+    payload = message.payload
+    return Frame(message.epoch, message.step, message.dtype, message.rows, message.hidden, len(payload), payload)
 
 
 def encode_frame(plan: StepPlan, hidden_state: NDArray[np.float32], wire_dtype: str) -> bytes:
     """A serialised FramesRequest: float32 [rows, hidden] in the edge's wire dtype (bf16 rounds to nearest even)."""
     values = wire_values(hidden_state, wire_dtype)
-    head = _header(plan, hidden_state, wire_dtype) + _PAYLOAD_KEY + varint(values.nbytes)
+    rows, hidden = hidden_state.shape
+    header = pb.Frame(epoch=plan.epoch, step=plan.step, dtype=DTYPE_CODES[wire_dtype], rows=rows, hidden=hidden)
+    head = header.SerializeToString() + _PAYLOAD_KEY + varint(values.nbytes)
     length = varint(len(head) + values.nbytes)
     return b"".join((_FRAME_KEY, length, head, values.data))
-
-
-def encode_frame_head(plan: StepPlan, hidden_state: NDArray[np.float32], wire_dtype: str) -> bytes:
-    """The same without the payload, which is the bytes of `wire_values`."""
-    return delimited(_FRAME_KEY, _header(plan, hidden_state, wire_dtype))
-
-
-def _header(plan: StepPlan, hidden_state: NDArray[np.float32], wire_dtype: str) -> bytes:
-    rows, hidden = hidden_state.shape
-    header = pb.Frame(epoch=plan.epoch, step=plan.step, dtype=_CODES[wire_dtype], rows=rows, hidden=hidden)
-    return header.SerializeToString()
 
 
 def wire_values(hidden_state: NDArray[np.float32], wire_dtype: str) -> NDArray[np.generic]:
@@ -93,7 +84,7 @@ def wire_values(hidden_state: NDArray[np.float32], wire_dtype: str) -> NDArray[n
 def check_frame_size(frame: Frame, max_rows: int, hidden: int, wire_dtype: str) -> None:
     """Raise InvalidPlan for a frame that no step of the placement can have; for one that comes before its plan."""
     found = (frame.hidden, frame.dtype, frame.num_bytes)
-    wanted = (hidden, _CODES[wire_dtype], frame_bytes(frame.rows, hidden, wire_dtype))
+    wanted = (hidden, DTYPE_CODES[wire_dtype], frame_bytes(frame.rows, hidden, wire_dtype))
     if found != wanted or not 1 <= frame.rows <= max_rows:
         raise InvalidPlan(
             f"frame of step {frame.step}: {frame.rows} rows with (hidden, dtype, bytes) {found}; up to {max_rows} rows"
@@ -105,7 +96,7 @@ def check_frame(frame: Frame, plan: StepPlan, hidden: int, wire_dtype: str) -> N
     """Raise InvalidPlan unless the frame is exactly what the plan and the placement's settings say it must be."""
     found = (frame.epoch, frame.step, frame.rows, frame.hidden, frame.dtype, frame.num_bytes)
     rows = plan.num_rows
-    wanted = (plan.epoch, plan.step, rows, hidden, _CODES[wire_dtype], frame_bytes(rows, hidden, wire_dtype))
+    wanted = (plan.epoch, plan.step, rows, hidden, DTYPE_CODES[wire_dtype], frame_bytes(rows, hidden, wire_dtype))
     if found != wanted:
         raise InvalidPlan(f"frame (epoch, step, rows, hidden, dtype, bytes) is {found}, the plan says {wanted}")
 

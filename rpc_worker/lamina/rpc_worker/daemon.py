@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 _SERVICE = "lamina.v1.Worker"
 _GRACE_S = 2.0
 _STOP_DEADLINE_S = 10.0
-# A compute thread in Python must not hold the interpreter for the default 5 ms while a frame waits.
-_SWITCH_INTERVAL_S = 0.0005
+# Whoever holds the interpreter must not do so for the default 5 ms while a compute thread wants it for its next step.
+_SWITCH_INTERVAL_S = 1e-4
 
 
 class Daemon:

@@ -12,19 +12,28 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
-from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from lamina.rpc_worker.device_thread import Feed
 from lamina.spec.errors import InvalidPlan, LaminaError, WorkerLost
-from lamina.v1 import step_pb2 as pb
-from lamina.wire.direct import LENGTHS_BYTES, MAX_PING_BYTES, beginning, read_lengths
-from lamina.wire.frames import Frame, read_frame
+from lamina.spec.ids import Epoch, SeqId, StepId
+from lamina.wire.direct import (
+    BEGINNING_BYTES,
+    FRAME,
+    PING,
+    PONG,
+    TOKENS,
+    encode_ping,
+    read_beginning,
+    read_frame_head,
+    read_tokens,
+)
+from lamina.wire.frames import Frame
 
 _log = logging.getLogger(__name__)
 _NOTHING: NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -40,8 +49,8 @@ class Taker(Protocol):
     def take_frame(self, frame: Frame) -> None:
         """A frame whole."""
 
-    def take_answer(self, message: pb.StepDone) -> None:
-        """On stage 0: what the last stage has sampled."""
+    def take_tokens(self, epoch: Epoch, step: StepId, tokens: Sequence[tuple[SeqId, int, int]]) -> None:
+        """On stage 0: what a step has sampled, (sequence, position, token) each."""
 
     def lend(self, feed: Feed) -> bool:
         """Have the compute thread read from now on, until it hands the feed back; False if it never does that."""
@@ -172,50 +181,38 @@ class Inlet:
         return received
 
     def _take_message(self) -> bool:
-        """Whether there was the head of one, with a ping's payload."""
+        """Whether there was one, if a frame but for its payload."""
         start, num_held = self._start, self._end - self._start
-        if num_held < LENGTHS_BYTES:
+        if num_held < BEGINNING_BYTES:
             return False
-        num_head, num_payload = read_lengths(self._buffer[start : start + LENGTHS_BYTES])
-        if num_held < LENGTHS_BYTES + num_head:
-            self._make_room(LENGTHS_BYTES + num_head)
-            return False
-        start += LENGTHS_BYTES
-        try:
-            message = pb.FramesRequest.FromString(self._buffer[start : start + num_head].tobytes())
-        except DecodeError as error:
-            raise InvalidPlan(f"a message cannot be parsed: {error}") from None
-        kind = message.WhichOneof("body")
-        if kind == "ping" and num_payload <= MAX_PING_BYTES:
-            return self._answer_ping(message.ping, num_head, num_payload)
-        self.is_used = True
-        self._advance(LENGTHS_BYTES + num_head)
-        if kind == "frame" and not message.frame.payload:
-            self._begin_frame(read_frame(message.frame, num_payload))
-        elif kind == "done" and not num_payload:
-            self._taker.take_answer(message.done)
-        else:
-            raise InvalidPlan(f"message {kind!r} is out of order on a direct connection")
-        return True
-
-    def _answer_ping(self, ping: pb.Ping, num_head: int, num_payload: int) -> bool:
-        num_bytes = LENGTHS_BYTES + num_head + num_payload
-        if self._end - self._start < num_bytes:
+        kind, head_bytes, payload_bytes = read_beginning(self._buffer, start)
+        num_bytes = BEGINNING_BYTES + head_bytes + (0 if kind == FRAME else payload_bytes)
+        if num_held < num_bytes:
             self._make_room(num_bytes)
             return False
-        payload = self._buffer[self._start + num_bytes - num_payload : self._start + num_bytes]
-        head = pb.FramesResponse(pong=ping).SerializeToString()
-        self.connection.sendall(beginning(head, num_payload) + payload)
         self._advance(num_bytes)
+        begin, end = start + BEGINNING_BYTES, start + num_bytes
+        if kind == FRAME:
+            self.is_used = True
+            self._begin_frame(read_frame_head(self._buffer, begin, payload_bytes))
+        elif kind == TOKENS:
+            self.is_used = True
+            self._taker.take_tokens(*read_tokens(self._buffer[begin:end]))
+        elif kind == PING:
+            self.connection.sendall(encode_ping(self._buffer[begin:end], PONG))
+        else:
+            raise InvalidPlan("a pong without a ping on a direct connection")
         return True
 
     def _begin_frame(self, frame: Frame) -> None:
         """Make room for a payload where it stays, and put there what of it has come along with the head."""
-        self._taker.expect_frame(frame)
-        self._frame, self._payload = frame, np.empty(frame.num_bytes, np.uint8)
-        self._num_held = held = min(frame.num_bytes, self._end - self._start)
-        self._payload.data[:held] = self._buffer[self._start : self._start + held]
-        self._advance(held)
+        held = min(frame.num_bytes, self._end - self._start)
+        if held < frame.num_bytes:  # before anything is allocated for what may never come
+            self._taker.expect_frame(frame)
+        self._frame, self._payload, self._num_held = frame, np.empty(frame.num_bytes, np.uint8), held
+        if held:
+            self._payload.data[:held] = self._buffer[self._start : self._start + held]
+            self._advance(held)
         self._take_frame_if_whole(frame)
 
     def _take_frame_if_whole(self, frame: Frame) -> None:

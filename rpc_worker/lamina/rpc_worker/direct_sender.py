@@ -19,16 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from lamina.spec.address import Address
-from lamina.v1 import step_pb2 as pb
-from lamina.wire.direct import (
-    KEY_BYTES,
-    LENGTHS_BYTES,
-    MAGIC,
-    beginning,
-    preface,
-    read_lengths,
-    tune,
-)
+from lamina.wire.direct import BEGINNING_BYTES, KEY_BYTES, MAGIC, encode_ping, preface, read_beginning, tune
 
 DIAL_DEADLINE_S = 1.0
 _PING_BYTES = 8192
@@ -94,10 +85,8 @@ def _reason(error: Exception) -> str:
 def ping(connection: socket.socket, num_bytes: int) -> float:
     """Seconds that a ping of so many bytes takes on a connection that nobody else uses. Raises OSError, EOFError."""
     start_s = time.perf_counter()
-    head = pb.FramesRequest(ping=pb.Ping()).SerializeToString()
-    connection.sendall(beginning(head, num_bytes) + bytes(num_bytes))
-    num_head, num_payload = read_lengths(_receive(connection, LENGTHS_BYTES))
-    _receive(connection, num_head + num_payload)
+    connection.sendall(encode_ping(bytes(num_bytes)))
+    _receive(connection, read_beginning(_receive(connection, BEGINNING_BYTES)).payload_bytes)
     return time.perf_counter() - start_s
 
 
@@ -130,12 +119,12 @@ class DirectSender:
         """Messages that the connection has not taken whole."""
         return len(self._waiting)
 
-    def send(self, head: bytes, payload: memoryview = _NOTHING) -> None:
-        """Send a message; what of its payload (bytes) the connection does not take at once is copied.
+    def send(self, message: bytes, payload: memoryview = _NOTHING) -> None:
+        """Send a message and the payload (bytes) that belongs to it, of which it copies what does not leave at once.
 
         Never waits, never raises.
         """
-        parts = [memoryview(beginning(head, len(payload))), payload]
+        parts = [memoryview(message), payload]
         reason = ""
         with self._changed:
             if self._is_broken:

@@ -27,8 +27,9 @@ from lamina.spec.errors import LaminaError, WorkerLost
 from lamina.spec.step import MAX_RUN_AHEAD, StepDone, StepPlan
 from lamina.v1 import step_pb2 as pb
 from lamina.wire.channel import connect
-from lamina.wire.convert import encode_tokens
-from lamina.wire.frames import encode_frame, encode_frame_head, wire_values
+from lamina.wire.convert import encode_streamed_tokens
+from lamina.wire.direct import encode_tokens, frame_beginning
+from lamina.wire.frames import encode_frame, wire_values
 from lamina.wire.status import error_from_rpc
 
 _log = logging.getLogger(__name__)
@@ -138,15 +139,14 @@ class RemoteLink:
             self._tell_loop(partial(self._queue_message, encode_frame(plan, hidden, self._wire_dtype)))
         else:
             payload = wire_values(hidden, self._wire_dtype).reshape(-1).view(np.uint8)
-            self._direct.send(encode_frame_head(plan, hidden, self._wire_dtype), payload.data)
+            self._direct.send(frame_beginning(plan, hidden, self._wire_dtype, len(payload)), payload.data)
 
     def take_done(self, done: StepDone) -> None:
         """Send the tokens of an answer, all that stage 0 needs of it."""
-        message = encode_tokens(done)
         if self._direct is None:
-            self._tell_loop(partial(self._queue_message, message))
+            self._tell_loop(partial(self._queue_message, encode_streamed_tokens(done)))
         else:
-            self._direct.send(message)
+            self._direct.send(encode_tokens(done))
 
     def _tell_loop(self, fn: Callable[[], None]) -> None:
         try:

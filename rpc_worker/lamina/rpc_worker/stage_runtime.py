@@ -6,6 +6,7 @@ Owned by the loop. The `Stage` behind it belongs to the compute thread, where a 
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamina.rpc_worker.device_thread import DeviceThread, Feed
@@ -15,7 +16,7 @@ from lamina.rpc_worker.stage import Stage
 from lamina.rpc_worker.step_queue import StepQueue
 from lamina.rpc_worker.step_runner import Neighbour, Outcome, StepRunner
 from lamina.spec.errors import InvalidPlan, InvalidRequest, LaminaError, StaleEpoch, Unavailable, WorkerLost
-from lamina.spec.ids import Epoch, PlacementId
+from lamina.spec.ids import Epoch, PlacementId, SeqId, StepId
 from lamina.spec.model import LayerRange, ModelSpec
 from lamina.spec.placement import StageSettings
 from lamina.spec.step import (
@@ -183,7 +184,8 @@ class StageRuntime:
             case "frame":
                 self.take_frame(read_frame(message.frame))
             case "done":
-                self.take_answer(message.done)
+                done = done_from_message(message.done)
+                self.take_tokens(done.epoch, done.step, [(token.seq, token.pos, token.token) for token in done.tokens])
             case other:
                 raise InvalidPlan(f"{self._who}: message {other!r} is out of order on a Frames stream")
 
@@ -198,12 +200,12 @@ class StageRuntime:
         self._queue.add_frame(frame)
         self._runner.wake()
 
-    def take_answer(self, message: pb.StepDone) -> None:
-        """On stage 0: what the last stage has sampled. Raises InvalidPlan or StaleEpoch."""
+    def take_tokens(self, epoch: Epoch, step: StepId, tokens: Sequence[tuple[SeqId, int, int]]) -> None:
+        """On stage 0: what a step has sampled, (sequence, position, token) each. Raises InvalidPlan or StaleEpoch."""
         self._require_open()
         if not self.key.is_first:
             raise InvalidPlan(f"{self._who}: message 'done' is out of order on a Frames stream")
-        self._queue.add_done(done_from_message(message))
+        self._queue.add_tokens(epoch, step, tokens)
         self._runner.wake()
 
     def lend(self, feed: Feed) -> bool:

@@ -9,7 +9,7 @@ Any thread may bring something, the compute thread takes steps out: every method
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from struct import Struct
 from threading import Lock
 from typing import NamedTuple
@@ -123,13 +123,17 @@ class StepQueue:
             self._inputs[step] = hidden
 
     def add_done(self, done: StepDone) -> None:
-        """Take the tokens that a step sampled (direct edge from the last stage). Raises StaleEpoch or InvalidPlan."""
+        """Take the tokens of an answer. Raises StaleEpoch or InvalidPlan."""
+        self.add_tokens(done.epoch, done.step, [(token.seq, token.pos, token.token) for token in done.tokens])
+
+    def add_tokens(self, epoch: Epoch, step: StepId, tokens: Iterable[tuple[SeqId, int, int]]) -> None:
+        """Take what a step sampled, (sequence, position, token) each. Raises StaleEpoch or InvalidPlan."""
         with self._lock:
-            self._check_epoch(done.epoch, "answer to step", done.step)
-            if done.step >= self._next:
-                raise InvalidPlan(f"answer to step {done.step}, which has not run here; step {self._next} runs next")
-            for sampled in done.tokens:
-                self._add_token(sampled.seq, sampled.pos, sampled.token)
+            self._check_epoch(epoch, "answer to step", step)
+            if step >= self._next:
+                raise InvalidPlan(f"answer to step {step}, which has not run here; step {self._next} runs next")
+            for seq, pos, token in tokens:
+                self._add_token(seq, pos, token)
 
     def add_lent(self, epoch: Epoch, lent: LentTokens) -> None:
         """Take tokens that are on the device of the last stage, in this process. Raises StaleEpoch.

@@ -34,7 +34,7 @@ from lamina.wire.convert import (
     done_from_message,
     done_to_message,
     encode_command,
-    encode_tokens,
+    encode_streamed_tokens,
     plan_from_message,
     plan_to_message,
 )
@@ -151,7 +151,7 @@ def test_answers_come_back(done: StepDone) -> None:
 @given(answers())
 def test_what_stage_0_needs_of_an_answer(done: StepDone) -> None:
     """Its tokens, without the details that go to the coordinator."""
-    message = pb.FramesRequest.FromString(encode_tokens(done))
+    message = pb.FramesRequest.FromString(encode_streamed_tokens(done))
     found = done_from_message(message.done)
     wanted = [(token.seq, token.pos, token.token) for token in done.tokens]
     assert (found.epoch, found.step) == (done.epoch, done.step)

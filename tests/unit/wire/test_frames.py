@@ -14,6 +14,7 @@ from lamina.spec.placement import WIRE_DTYPES, StageSettings
 from lamina.spec.step import SeqSlice, StepPlan, Tokens
 from lamina.v1 import step_pb2 as pb
 from lamina.wire.channel import MAX_MESSAGE_BYTES
+from lamina.wire.direct import BEGINNING_BYTES, FRAME, frame_beginning, read_beginning, read_frame_head
 from lamina.wire.frames import (
     MAX_PAYLOAD_BYTES,
     Frame,
@@ -22,7 +23,6 @@ from lamina.wire.frames import (
     check_frames_fit,
     decode_frame,
     encode_frame,
-    encode_frame_head,
     frame_bytes,
     read_frame,
     wire_values,
@@ -59,9 +59,11 @@ def test_the_message_is_the_one_that_protobuf_writes(num_rows: int) -> None:
 def test_head_and_values_apart_are_the_same_frame(wire_dtype: str) -> None:
     """As a direct connection has them: the payload is counted, not in the message."""
     whole = read_frame(pb.FramesRequest.FromString(encode_frame(PLAN, hidden_state(), wire_dtype)).frame)
-    head = pb.FramesRequest.FromString(encode_frame_head(PLAN, hidden_state(), wire_dtype)).frame
     values = wire_values(hidden_state(), wire_dtype).reshape(-1).view(np.uint8)
-    frame = read_frame(head, values.nbytes)
+    head = frame_beginning(PLAN, hidden_state(), wire_dtype, values.nbytes)
+    beginning = read_beginning(head)
+    assert beginning == (FRAME, len(head) - BEGINNING_BYTES, values.nbytes)
+    frame = read_frame_head(memoryview(head), BEGINNING_BYTES, values.nbytes)
     assert frame == whole._replace(payload=b"")
     check_frame(frame, PLAN, HIDDEN, wire_dtype)
     assert (decode_frame(frame._replace(payload=values)) == decode_frame(whole)).all()

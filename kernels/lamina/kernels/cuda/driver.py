@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lamina.kernels.backend import EventProbe, GraphError
-from lamina.kernels.cuda.libcuda import error_name, require
+from lamina.kernels.cuda.libcuda import error_name, holding_the_interpreter, require
 
 _NOT_READY = 600
 _PEER_ACCESS_ALREADY_ENABLED = 704
@@ -76,6 +76,7 @@ class Driver:
 
     def __init__(self, library: Any, stream: int, *, dependent_launch: bool) -> None:
         self._library = library
+        self._quick = holding_the_interpreter(library)
         self._stream = ctypes.c_void_p(stream)
         self._stream_context = ctypes.c_void_p()  # once another card has asked for it
         self._attribute = _LaunchAttribute(_ATTRIBUTE_DEPENDENT_LAUNCH, b"", 1, b"")
@@ -102,12 +103,12 @@ class Driver:
 
     def upload(self, address: int, host_address: int, num_bytes: int) -> None:
         """Page-locked host memory to the device, in stream order."""
-        status = self._library.cuMemcpyHtoDAsync_v2(address, host_address, num_bytes, self._stream)
+        status = self._quick.cuMemcpyHtoDAsync_v2(address, host_address, num_bytes, self._stream)
         self._require(status, "an upload")
 
     def download(self, host_address: int, address: int, num_bytes: int) -> None:
         """The device's memory to page-locked host memory, in stream order."""
-        status = self._library.cuMemcpyDtoHAsync_v2(host_address, address, num_bytes, self._stream)
+        status = self._quick.cuMemcpyDtoHAsync_v2(host_address, address, num_bytes, self._stream)
         self._require(status, "a download")
 
     def copy(self, source: int, target: int, num_bytes: int) -> None:
@@ -178,7 +179,7 @@ class Driver:
         return DriverGraph(self, executable)
 
     def launch_graph(self, executable: ctypes.c_void_p) -> None:
-        self._require(self._library.cuGraphLaunch(executable, self._stream), "a graph launch")
+        self._require(self._quick.cuGraphLaunch(executable, self._stream), "a graph launch")
 
     def destroy_graph(self, executable: ctypes.c_void_p) -> None:
         self._require(self._library.cuGraphExecDestroy(executable), "destroying a graph")
@@ -194,11 +195,11 @@ class Driver:
 
     def record(self, event: "DriverEvent") -> None:
         """The stream's present end."""
-        self._require(self._library.cuEventRecord(event.handle, self._stream), "recording an event")
+        self._require(self._quick.cuEventRecord(event.handle, self._stream), "recording an event")
 
     def is_done(self, event: "DriverEvent") -> bool:
         """Whether what was launched before it is done; raises CudaError if that has failed."""
-        status = self._library.cuEventQuery(event.handle)
+        status = self._quick.cuEventQuery(event.handle)
         if status == _NOT_READY:
             return False
         self._require(status, "a step")

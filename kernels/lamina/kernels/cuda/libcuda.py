@@ -98,6 +98,16 @@ def declare(library: Any, functions: Arguments, too_old: str) -> Any:
     return library
 
 
+def holding_the_interpreter(library: Any) -> Any:
+    """The same functions, which do not let go of the interpreter: for calls of some microseconds, made in a step.
+
+    Whoever took it meanwhile would keep it for longer than the call lasts. What a test puts in place is left as it is.
+    """
+    if not isinstance(library, ctypes.CDLL):
+        return library
+    return declared(ctypes.PyDLL(library._name, handle=library._handle))
+
+
 def driver_version(library: Any) -> tuple[int, int]:
     """The newest CUDA that the driver understands."""
     version = ctypes.c_int()
