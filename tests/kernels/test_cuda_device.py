@@ -3,6 +3,7 @@
 import errno
 import gc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from lamina.kernels.backend import Unsupported
 from lamina.kernels.buffer import DType
+from lamina.kernels.cuda import driver as driver_module
 from lamina.kernels.cuda.card import Card, num_cards
 from lamina.kernels.cuda.compiler import Compiler, Nvrtc, Source
 from lamina.kernels.cuda.cublas import Cublas
@@ -48,6 +50,32 @@ def test_cards_and_libraries_that_do_not_go_together(tmp_path: Path) -> None:
         make(tmp_path, FakeDriver((6, 1)))
     with pytest.raises(Unsupported, match=r"driver of Card 0 \(cuda:0\) is for CUDA 12\.4"):
         make(tmp_path, FakeDriver((9, 0), version=12040))
+
+
+def test_copies_that_wait_for_the_card_let_go_of_the_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B-10: those of pageable memory may last as long as a prompt; nothing else of the process would run meanwhile."""
+    held: list[str] = []
+
+    class Holding:
+        def __init__(self, library: FakeDriver) -> None:
+            self._library = library
+
+        def __getattr__(self, name: str) -> Any:
+            held.append(name)
+            return getattr(self._library, name)
+
+    monkeypatch.setattr(driver_module, "holding_the_interpreter", Holding)
+    device, _ = make(tmp_path)
+    span = Span(device.allocate(64), 0, 1, 64, 64)
+    device.upload(span, np.arange(64, dtype=np.uint8))
+    assert np.array_equal(device.download(span).ravel(), np.arange(64))
+    assert not held
+    transfer = device.transfer(span, device.alloc_pinned(64))
+    transfer.upload(64)
+    transfer.download(64)
+    assert held == ["cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"]
 
 
 def test_memory_is_zeroed_counted_and_given_back(tmp_path: Path) -> None:

@@ -137,14 +137,15 @@ def test_copies_name_their_ends_and_the_stream() -> None:
     host, device, other = 0x7FFF_0000_1000, 0xFE_0000_2000, 0xFE_0000_3000
     driver.upload(device, host, 12)
     driver.download(host, device, 5 << 32)
+    driver.upload_pinned(device, host, 12)
+    driver.download_pinned(host, device, 5 << 32)
     driver.copy(device, other, 7)
     assert library.launches == [
-        ("up", device, host, 12, 0x55),
-        ("down", host, device, 5 << 32, 0x55),
+        *[("up", device, host, 12, 0x55), ("down", host, device, 5 << 32, 0x55)] * 2,
         ("within", other, device, 7, 0x55),
     ]
     driver = _driver(FakeLibrary("up", "down", "within"))
-    for copy in (driver.upload, driver.download, driver.copy):
+    for copy in (driver.upload, driver.download, driver.upload_pinned, driver.download_pinned, driver.copy):
         with pytest.raises(CudaError, match="failed: CUDA_ERROR_INJECTED"):
             copy(0x1000, 0x2000, 4)
 

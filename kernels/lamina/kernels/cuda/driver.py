@@ -87,14 +87,25 @@ class Driver:
             self._config.num_attributes = 1
 
     def launch(
-        self, function: int, grid: tuple[int, int, int], num_threads: int, shared_bytes: int, arguments: Any
+        self,
+        function: int,
+        grid: tuple[int, int, int],
+        num_threads: int,
+        shared_bytes: int,
+        arguments: Any,
+        *,
+        is_alone: bool = False,
     ) -> None:
-        """Launch a kernel; `arguments` is an array of addresses of its parameters, which are copied."""
+        """Launch a kernel; `arguments` is an array of addresses of its parameters, which are copied.
+
+        Many of them may fill the driver's queue and wait there; one that `is_alone` keeps the interpreter.
+        """
         config = self._config
         config.grid[:] = grid
         config.block[:] = (num_threads, 1, 1)
         config.shared_bytes = shared_bytes
-        self._require(self._library.cuLaunchKernelEx(ctypes.byref(config), function, arguments, None), "a launch")
+        library = self._quick if is_alone else self._library
+        self._require(library.cuLaunchKernelEx(ctypes.byref(config), function, arguments, None), "a launch")
 
     def allow_shared_bytes(self, function: int, num_bytes: int) -> None:
         """Let a kernel have more dynamic shared memory than the default 48 KiB."""
@@ -102,12 +113,22 @@ class Driver:
         self._require(status, f"{num_bytes} bytes of shared memory")
 
     def upload(self, address: int, host_address: int, num_bytes: int) -> None:
-        """Page-locked host memory to the device, in stream order."""
-        status = self._quick.cuMemcpyHtoDAsync_v2(address, host_address, num_bytes, self._stream)
+        """Any host memory to the device, in stream order: unless it is page-locked, this may wait for the stream."""
+        status = self._library.cuMemcpyHtoDAsync_v2(address, host_address, num_bytes, self._stream)
         self._require(status, "an upload")
 
     def download(self, host_address: int, address: int, num_bytes: int) -> None:
-        """The device's memory to page-locked host memory, in stream order."""
+        """The device's memory to any of the host, likewise."""
+        status = self._library.cuMemcpyDtoHAsync_v2(host_address, address, num_bytes, self._stream)
+        self._require(status, "a download")
+
+    def upload_pinned(self, address: int, host_address: int, num_bytes: int) -> None:
+        """`upload` of page-locked memory, which never waits."""
+        status = self._quick.cuMemcpyHtoDAsync_v2(address, host_address, num_bytes, self._stream)
+        self._require(status, "an upload")
+
+    def download_pinned(self, host_address: int, address: int, num_bytes: int) -> None:
+        """`download` to page-locked memory, which never waits."""
         status = self._quick.cuMemcpyDtoHAsync_v2(host_address, address, num_bytes, self._stream)
         self._require(status, "a download")
 
@@ -235,21 +256,6 @@ class Driver:
 
     def _name(self, status: int) -> str:
         return error_name(self._library, status)
-
-
-class DriverTransfer:
-    """A place of the device and one in page-locked memory of the host."""
-
-    def __init__(self, driver: Driver, address: int, host_address: int) -> None:
-        self._driver = driver
-        self._address = address
-        self._host_address = host_address
-
-    def upload(self, num_bytes: int) -> None:
-        self._driver.upload(self._address, self._host_address, num_bytes)
-
-    def download(self, num_bytes: int) -> None:
-        self._driver.download(self._host_address, self._address, num_bytes)
 
 
 class DriverEvent:
