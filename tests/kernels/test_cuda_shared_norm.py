@@ -32,25 +32,28 @@ class Layers:
         self.other = bench.output(rows, hidden)
         self.shape = StepShape(rows, 1, 0)
 
-    def launch(self, *, adds: bool = False) -> None:
+    def launch(self, *, adds: bool = False, again: bool = False) -> None:
         backend = self.bench.backend
         for inner, back, gain, result in zip(self.inner, self.back, self.weights, self.results, strict=True):
             ops.linear(backend, inner, back, self.x, accumulate=True)
             ops.rms_norm(backend, self.x, gain, self.normed, EPS)
             ops.linear(backend, self.normed, self.out, result)
+            if again:
+                ops.linear(backend, inner, back, self.other)
+                ops.linear(backend, self.normed, self.out, result)
             if adds:
                 ops.add(backend, self.normed, self.normed, self.other)
 
-    def run(self, *, recorded: bool, adds: bool = False) -> tuple[list[NDArray[np.generic]], int]:
+    def run(self, *, recorded: bool, adds: bool = False, again: bool = False) -> tuple[list[NDArray[np.generic]], int]:
         """What is left in every buffer, and how many norms were launched."""
         backend, before = self.bench.backend, len(functions_of(self.bench))
         backend.upload(self.x, self.start)
         if recorded:
-            graph = backend.capture(lambda: self.launch(adds=adds), self.shape)
+            graph = backend.capture(lambda: self.launch(adds=adds, again=again), self.shape)
             backend.replay(graph, self.shape)
         else:
             self.bench.step(self.shape.num_rows)
-            self.launch(adds=adds)
+            self.launch(adds=adds, again=again)
         left = [self.bench.read(buffer) for buffer in (self.x, self.normed, *self.results)]
         return left, functions_of(self.bench)[before:].count("rms_norm")
 
@@ -93,16 +96,21 @@ def test_a_shared_norm_changes_no_bit(hidden: int, kinds: tuple[GgmlType, ...]) 
         (512, (K, K), {"rows": 2}),
         (512, (K, K), {"in_place": True}),
         (512, (K, K), {"adds": True}),
+        (512, (K, K), {"again": True}),
     ],
-    ids=["float", "partly-float", "Q2_K", "of-Q2_K", "part-of-a-chunk", "two-rows", "in-place", "read-by-others"],
+    ids=[
+        *("float", "partly-float", "Q2_K", "of-Q2_K", "part-of-a-chunk", "two-rows", "in-place", "read-by-others"),
+        "read-after-others",
+    ],
 )
 def test_a_norm_that_others_need_is_launched(
     hidden: int, kinds: tuple[GgmlType, ...], options: dict[str, bool | int]
 ) -> None:
-    adds = bool(options.pop("adds", False))
-    layers = Layers(hidden, kinds, **options)  # type: ignore[arg-type]
-    alone, num_alone = layers.run(recorded=False, adds=adds)
-    recorded, num_recorded = layers.run(recorded=True, adds=adds)
+    launched = {name: bool(options.get(name)) for name in ("adds", "again")}
+    made = {name: value for name, value in options.items() if name not in launched}
+    layers = Layers(hidden, kinds, **made)  # type: ignore[arg-type]
+    alone, num_alone = layers.run(recorded=False, **launched)
+    recorded, num_recorded = layers.run(recorded=True, **launched)
     assert (num_alone, num_recorded) == (2, 2)
     for one, other in zip(alone, recorded, strict=True):
         assert np.array_equal(one, other)

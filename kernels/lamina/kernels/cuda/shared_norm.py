@@ -42,17 +42,23 @@ def norm_after(result: Buffer, following: Launches) -> NormAfter | None:
 
 
 def _only_products_read(out: Buffer, following: Launches) -> bool:
-    """Whether whoever touches this memory is a product on packed weights, until another norm writes it anew."""
+    """Whether whoever touches this memory is a product on packed weights, until another norm writes it anew.
+
+    One after the other: the codes are all there is of it, and any other op may leave codes of its own in their place.
+    """
+    are_kept = True
     for op, args in following:
         touched = {name: value for name, value in args.items() if _shares_memory(value, out)}
         if not touched:
+            are_kept = False
             continue
         (name, value), *others = touched.items()
         if others or not isinstance(value, Buffer) or not _same_view(value, out):
             return False
         if op.name == "rms_norm" and name == "out":
             return True
-        if op.name not in ("linear", "gated_linear") or name != "x" or not takes_codes_of_one_row(args["weight"]):
+        is_product = op.name in ("linear", "gated_linear") and name == "x"
+        if not are_kept or not is_product or not takes_codes_of_one_row(args["weight"]):
             return False
     return False
 
