@@ -21,6 +21,7 @@ from lamina.kernels.cuda.device import KernelCall, Matrix, Memory, ProductCall, 
 from lamina.kernels.cuda.libcuda import CudaError
 from lamina.kernels.cuda.programs import program
 from lamina.spec.errors import CapacityExceeded
+from support.cuda_emulated import EmulatedDevice
 from support.cuda_fakes import MIB, TOTAL_BYTES, FakeCublas, FakeDriver, FakeNvrtc
 
 
@@ -72,10 +73,28 @@ def test_copies_that_wait_for_the_card_let_go_of_the_interpreter(
     device.upload(span, np.arange(64, dtype=np.uint8))
     assert np.array_equal(device.download(span).ravel(), np.arange(64))
     assert not held
-    transfer = device.transfer(span, device.alloc_pinned(64))
-    transfer.upload(64)
-    transfer.download(64)
+    transfer = transfer_of(device, MIB)
+    transfer.upload(MIB)
+    transfer.download(MIB)
     assert held == ["cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"]
+
+
+def transfer_of(device: CudaDevice, num_bytes: int, offset: int = 0) -> Any:
+    memory = device.allocate(num_bytes + offset)
+    return device.transfer(Span(memory, offset, 1, num_bytes, num_bytes), device.alloc_pinned(num_bytes))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "offset", "by_kernel"),
+    [(4, 0, 1), (1 << 16, 4, 1), (0, 0, 0), ((1 << 16) + 4, 0, 0), (6, 0, 0), (8, 2, 0)],
+)
+def test_small_transfers_are_launches(tmp_path: Path, num_bytes: int, offset: int, by_kernel: int) -> None:
+    """Of whole words at whole words; all others are the driver's."""
+    device, libraries = make(tmp_path)
+    transfer = transfer_of(device, max(num_bytes, 64), offset)
+    transfer.upload(num_bytes)
+    transfer.download(num_bytes)
+    assert len(libraries.driver.launches) == 2 * by_kernel
 
 
 def test_memory_is_zeroed_counted_and_given_back(tmp_path: Path) -> None:
@@ -331,3 +350,13 @@ def test_a_card_is_current_where_it_was_bound() -> None:
     cards[0].free(address)
     cards[0].bind_to_thread()
     assert driver.contexts == [0xC0]
+
+
+@pytest.mark.parametrize("count", [1, 255, 256, 257, 3584])
+def test_the_kernel_of_small_transfers_copies_just_so_many_words(count: int) -> None:
+    device = EmulatedDevice()
+    source, target = (np.random.default_rng(seed).integers(0, 2**32, count + 9, np.uint32) for seed in (1, 2))
+    wanted = np.concatenate([source[:count], target[count:]])
+    grid = (-(-count // 256), 1, 1)
+    device.run(KernelCall(program("rows.cu", "copy_words"), grid, 256, (source.ctypes.data, target.ctypes.data, count)))
+    assert np.array_equal(target, wanted)

@@ -35,6 +35,7 @@ SIGNATURES: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("dense.cu", "convert"): (*"PiPiii",),
     ("dense.cu", "embed"): (*"PiPPPiiiiif",),
     ("rows.cu", "set_shape"): (*"Piii",),
+    ("rows.cu", "copy_words"): (*"PPi",),
     ("rows.cu", "prepare"): (*"PiP", _ACTIVATIONS),
     ("rows.cu", "rms_norm"): (*"PiPPiifP", _ACTIVATIONS),
     ("rows.cu", "rms_norm_groups"): (*"PiPPiiifP",),

@@ -26,6 +26,13 @@ KERNEL __launch_bounds__(32) set_shape(int* counts, int num_rows, int num_seqs, 
     counts[2] = num_logit_rows;
 }
 
+// Small transfers: one side is page-locked memory of the host, which the card reads and writes over the bus.
+KERNEL __launch_bounds__(256) copy_words(const u32* from, u32* to, int count) {
+    grid_wait();  // and dependents are not released: what steps read is read before they wait
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) to[i] = from[i];
+}
+
 // The activations of a linear. Grid (blocks, rows).
 KERNEL __launch_bounds__(256)
 prepare(const float* x, int stride, const int* num_rows, const Activations to) {
