@@ -43,7 +43,7 @@ async def spinning_thread(spin_s: float = 0.2) -> AsyncIterator[DeviceThread]:
     """For so long after the last thing that there was to do. Skips the test without the native library."""
     if Spinner.create() is None:
         pytest.skip("the native library is not built")
-    with patch.object(device_thread, "_SPINNING_CORES", 1), patch.object(device_thread, "_SPIN_S", spin_s):
+    with patch.object(device_thread, "usable_cores", lambda: 4), patch.object(device_thread, "_SPIN_S", spin_s):
         device = DeviceThread(SpinningBackend(), "compute")
         await device.start()
         try:

@@ -180,21 +180,21 @@ def test_a_lent_feed_is_handed_back(why: str) -> None:
 
 
 def test_nothing_is_lent_where_nobody_spins() -> None:
-    """A device that works on the thread itself, a machine with few cores, and a thread that has ended."""
+    """A device that works on the thread itself, few cores (a container's quota counts), and a thread that has ended."""
 
     async def refuses(make: Callable[[], MockBackend], num_cores: int) -> None:
         near, far = socket.socketpair()
-        with near, far, patch.object(device_thread, "_SPINNING_CORES", num_cores):
+        with near, far, patch.object(device_thread, "usable_cores", lambda: num_cores):
             device = DeviceThread(make(), "compute")
             await device.start()
-            if make is MockBackend or num_cores > 1:
+            if make is MockBackend or num_cores < 4:
                 assert not device.lend(Words(near))
             await device.stop()
             assert not device.lend(Words(near))
 
     async def scene() -> None:
-        await refuses(MockBackend, 1)
-        await refuses(SpinningBackend, 1 << 20)
-        await refuses(SpinningBackend, 1)
+        await refuses(MockBackend, 64)
+        await refuses(SpinningBackend, 3)
+        await refuses(SpinningBackend, 4)
 
     run_scene(scene)

@@ -8,7 +8,6 @@ of a sequence: it spins, natively, for whatever may come next, and reads the `Fe
 import asyncio
 import ctypes
 import logging
-import os
 import queue
 import sys
 import threading
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
 
 from lamina.kernels.backend import Backend, DeviceFacts, Event, EventProbe
+from lamina.kernels.cpu.threads import usable_cores
 from lamina.kernels.spin import MAX_WATCHED, Spinner, Woken
 
 Result = TypeVar("Result")
@@ -170,8 +170,9 @@ class DeviceThread:
 
     def _put(self, item: Callable[[], None] | Worker | _Lent | None) -> None:
         self._queue.put(item)
-        if self._spinner is not None:
-            self._spinner.ring()
+        spinner = self._spinner  # the thread drops it when it ends
+        if spinner is not None:
+            spinner.ring()
 
     def _run(self) -> None:
         _wake_promptly()
@@ -276,8 +277,8 @@ class DeviceThread:
 
 def _spinner_beside(backend: Backend) -> Spinner | None:
     """For a thread that waits for a device which works by itself, on a machine with a core to spare for it."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Spinner.create() if backend.capabilities.asynchronous and num_cores >= _SPINNING_CORES else None
+    has_room = backend.capabilities.asynchronous and usable_cores() >= _SPINNING_CORES
+    return Spinner.create() if has_room else None
 
 
 def _wake_promptly() -> None:
