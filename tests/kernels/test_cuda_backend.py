@@ -7,7 +7,7 @@ import pytest
 
 from lamina.kernels import ops
 from lamina.kernels.backend import Capabilities, GraphError, GraphMode
-from lamina.kernels.buffer import DType, Extent, StepLimits, StepShape
+from lamina.kernels.buffer import DType, Extent, HostTensor, StepLimits, StepShape
 from lamina.kernels.cuda.attention_plan import choose_splits
 from lamina.kernels.cuda.backend import CudaBackend
 from lamina.kernels.cuda.byte_linear import choose_warps, fits
@@ -176,6 +176,19 @@ def test_conversions_are_explained() -> None:
     assert backend.weight_bits(GgmlType.IQ2_XXS) == 32
     assert backend.weight_bits(GgmlType.Q4_K) == pytest.approx(4.5, rel=0.03)
     assert backend.weight_bits(GgmlType.BF16) == 16
+
+
+def test_a_weight_that_cannot_be_unpacked_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B-29: the worker goes on, and its next load needs the memory."""
+    device = EmulatedDevice()
+    backend = CudaBackend(device=device)
+    blocks = HostTensor(GgmlType.Q4_K, 32, 256, np.zeros((32, 144), np.uint8))
+    before = device.memory_bytes()
+    found = device.allocate(32 * 256)
+    monkeypatch.setattr(device, "allocate", Mock(side_effect=[found, CapacityExceeded("no room to unpack")]))
+    with pytest.raises(CapacityExceeded, match="no room to unpack"):
+        backend.load_weight([blocks])
+    assert device.memory_bytes() == before
 
 
 def test_a_region_that_may_not_grow_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

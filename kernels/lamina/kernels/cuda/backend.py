@@ -161,7 +161,11 @@ class CudaBackend(LedgerBackend):
         planned, bias_offset, num_bytes = plan_weight(parts, bias is not None)
         self._reserve(f"a weight of {sum(part_rows)} x {in_features}", num_bytes)
         stored = CudaWeight(self.device.allocate(num_bytes), planned, bias_offset)
-        store_weight(self.device, stored, parts, bias)
+        try:
+            store_weight(self.device, stored, parts, bias)
+        except BaseException:  # there may be no memory for the checkpoint's blocks beside it
+            self.device.release(stored.memory)
+            raise
         self.ledger.add(stored, num_bytes)
         return Weight(in_features, part_rows, num_bytes, stored)
 
