@@ -58,6 +58,9 @@ class FakeStage:
         tokens = tuple(SampledToken(piece.seq, piece.end, 5) for piece in ready.plan.slices)
         return StageResult(ready, None, StepDone(ready.plan.epoch, ready.plan.step, tokens))
 
+    def count(self, launched: LaunchedStep) -> None:
+        pass
+
     def note_nonfinite(self, plan: StepPlan, hidden: NDArray[np.float32]) -> None:
         assert np.isfinite(hidden).all()
 

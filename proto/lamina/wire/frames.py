@@ -4,6 +4,7 @@ A frame of a prompt's chunk is tens of MiB, and protobuf copies it at every turn
 into another, to serialise, and to read. So a payload is joined to its serialised header here, and read once.
 """
 
+import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ _FRAME_KEY = field_key(pb.FramesRequest.FRAME_FIELD_NUMBER)
 _PAYLOAD_KEY = field_key(pb.Frame.PAYLOAD_FIELD_NUMBER)
 MAX_PAYLOAD_BYTES = 64 * 2**20  # of a frame: 2,048 rows x 8,192 float32 values
 
+_IS_LITTLE_ENDIAN = sys.byteorder == "little"
 Payload = bytes | NDArray[np.uint8]
 
 
@@ -72,13 +74,13 @@ def wire_values(hidden_state: NDArray[np.float32], wire_dtype: str) -> NDArray[n
     """What a payload is made of, contiguous: the hidden state itself where nothing is to be converted."""
     match wire_dtype:
         case "f32":
-            values: NDArray[np.generic] = hidden_state.astype("<f4", copy=False)
+            values: NDArray[np.generic] = hidden_state if _IS_LITTLE_ENDIAN else hidden_state.astype("<f4")
         case "f16":
             with np.errstate(over="ignore"):  # becomes infinite, which the last stage reports for its sequence
                 values = hidden_state.astype("<f2")
         case _:
             values = _bf16_bits(hidden_state)
-    return np.ascontiguousarray(values)
+    return values if values.flags.c_contiguous else np.ascontiguousarray(values)
 
 
 def check_frame_size(frame: Frame, max_rows: int, hidden: int, wire_dtype: str) -> None:

@@ -218,7 +218,7 @@ class Inlet:
     def _take_frame_if_whole(self, frame: Frame) -> None:
         if self._num_held == frame.num_bytes:
             payload, self._frame, self._payload = self._payload, None, _NOTHING
-            self._taker.take_frame(frame._replace(payload=payload))
+            self._taker.take_frame(Frame(*frame[:-1], payload))
 
     def _advance(self, num_bytes: int) -> None:
         self._start += num_bytes

@@ -166,6 +166,16 @@ class SequenceTables:
                 raise InvalidPlan(f"{where}: block outside the pool of {self._num_blocks[group]} in group {group}")
 
 
+def logit_rows_of(plan: StepPlan, last_rows: Ints) -> Ints:
+    """The rows of a step whose logits are wanted, int32; `last_rows` int32 [slices]."""
+    if plan.num_scored:
+        ends = zip(plan.slices, last_rows + 1, plan.num_scored, strict=True)
+        ranges = [np.arange(end - piece.want_logits - scored, end) for piece, end, scored in ends]
+        return np.concatenate(ranges).astype(np.int32)
+    wanted = [piece.want_logits for piece in plan.slices]
+    return last_rows if all(wanted) else last_rows[wanted]
+
+
 class KvPool:
     """One cache per layer, the same number of blocks for every layer of a group."""
 

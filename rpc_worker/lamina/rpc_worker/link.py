@@ -138,8 +138,8 @@ class RemoteLink:
         if self._direct is None:
             self._tell_loop(partial(self._queue_message, encode_frame(plan, hidden, self._wire_dtype)))
         else:
-            payload = wire_values(hidden, self._wire_dtype).reshape(-1).view(np.uint8)
-            self._direct.send(frame_beginning(plan, hidden, self._wire_dtype, len(payload)), payload.data)
+            payload = wire_values(hidden, self._wire_dtype).data.cast("B")
+            self._direct.send(frame_beginning(plan, hidden, self._wire_dtype, len(payload)), payload)
 
     def take_done(self, done: StepDone) -> None:
         """Send the tokens of an answer, all that stage 0 needs of it."""

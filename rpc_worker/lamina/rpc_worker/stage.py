@@ -15,7 +15,7 @@ from lamina.kernels.buffer import DType, StepShape
 from lamina.rpc_worker.arena import Arena
 from lamina.rpc_worker.grammar import GrammarCompiler
 from lamina.rpc_worker.graph_cache import GraphCache
-from lamina.rpc_worker.kv_pool import KvPool, SequenceTables
+from lamina.rpc_worker.kv_pool import KvPool, SequenceTables, logit_rows_of
 from lamina.rpc_worker.loader import StageLoader, TensorReader
 from lamina.rpc_worker.loan import Loan
 from lamina.rpc_worker.numerics import Precision
@@ -114,6 +114,7 @@ class Stage:
         self._sampler = Sampler(spec.vocab_size, grammars, lambda *rows: self._loaded_model().draw(*rows))
         self._memory = StageFacts()  # but for what changes with steps
         self._meter = StepMeter()
+        self._end_s = 0.0  # of the step that was finished last
 
     def load(self, tensors: TensorIndex, progress: Callable[[int], None]) -> None:
         """Read weights, then allocate the arena. Refuses with numbers before reading what cannot fit (B-42)."""
@@ -214,8 +215,11 @@ class Stage:
         return MAX_LAUNCHED if self._backend.capabilities.asynchronous and not looks else 1
 
     def run(self, ready: ReadyStep) -> StageResult:
-        """`launch` and `finish`, waiting in between."""
-        return self.finish(self.launch(ready))
+        """`launch`, `finish` and `count`, waiting in between."""
+        launched = self.launch(ready)
+        result = self.finish(launched)
+        self.count(launched)
+        return result
 
     def prepare(self, plan: StepPlan) -> PreparedStep:
         """Do for the next step what needs no input: `launch` it with the result. Raises like `launch`."""
@@ -274,7 +278,7 @@ class Stage:
         return self._meter.look(is_done=launched.outcome.transfers.is_done())
 
     def finish(self, launched: LaunchedStep) -> StageResult:
-        """What the oldest launched step left, its tokens sampled. Waits for the device."""
+        """What the oldest launched step left, its tokens sampled; `count` it afterwards. Waits for the device."""
         ready, values = launched.ready, launched.outcome.values
         launched.outcome.transfers.wait()
         model = self._loaded_model()
@@ -284,10 +288,15 @@ class Stage:
             result = StageResult(ready, None, None)
         else:
             result = StageResult(ready, values.astype(np.float32, copy=False), None)
-        self._meter.count(launched.start_s, ready.plan, recorded=launched.recorded)
-        if self._tracer is not None:
-            self._tracer.end_span("step", ready.plan.step)
+        self._end_s = time.perf_counter()
         return result
+
+    def count(self, launched: LaunchedStep) -> None:
+        """Add the step that was finished last to the counts; when what it left is on its way."""
+        plan = launched.ready.plan
+        self._meter.count(launched.start_s, plan, recorded=launched.recorded, end_s=self._end_s)
+        if self._tracer is not None:
+            self._tracer.end_span("step", plan.step)
 
     def note_nonfinite(self, plan: StepPlan, hidden: NDArray[np.float32]) -> None:
         """Log how many rows of what a step left are not finite, if any; the last stage decides what that means."""
@@ -374,7 +383,7 @@ class Stage:
         """A step whose plan the tables follow already."""
         place = self._tables.locate(plan)
         where = (place.positions, place.row_starts, place.slots, place.blocks)
-        logit_rows = _logit_rows(plan, place.row_starts[1:] - 1)
+        logit_rows = logit_rows_of(plan, place.row_starts[1:] - 1)
         shape = StepShape(len(place.positions), len(plan.slices), len(logit_rows))
         if not self.is_last:
             return PreparedStep(StepArrays(*where, logit_rows), shape)
@@ -384,16 +393,6 @@ class Stage:
         if plan.num_scored or self._sampler.needs_logits(rows):
             return PreparedStep(arrays, shape, rows, needs_logits=True)
         return PreparedStep(arrays, shape, rows, sampled={key: i for i, key in enumerate(rows)})
-
-
-def _logit_rows(plan: StepPlan, last_rows: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The rows of a step whose logits are wanted, int32; `last_rows` int32 [slices]."""
-    if plan.num_scored:
-        ends = zip(plan.slices, last_rows + 1, plan.num_scored, strict=True)
-        ranges = [np.arange(end - piece.want_logits - scored, end) for piece, end, scored in ends]
-        return np.concatenate(ranges).astype(np.int32)
-    wanted = [piece.want_logits for piece in plan.slices]
-    return last_rows if all(wanted) else last_rows[wanted]
 
 
 def _no_logits(rows: list[int]) -> NDArray[np.float32]:

@@ -57,9 +57,10 @@ class StepMeter:
             self._unfinished_s = self._clock()
         return is_done
 
-    def count(self, start_s: float, plan: StepPlan, *, recorded: bool = False) -> None:
-        """A step that began then has ended, and was recorded in passing. Time that two were under way counts once."""
-        end_s = self._clock()
+    def count(self, start_s: float, plan: StepPlan, *, recorded: bool = False, end_s: float | None = None) -> None:
+        """A step began then and ended at `end_s` (None: now), recorded in passing. Time that two were under way counts
+        once."""
+        end_s = self._clock() if end_s is None else end_s
         begin_s = max(start_s, self._last_end_s)
         busy_s, unseen_s = end_s - begin_s, end_s - max(begin_s, self._unfinished_s)
         self._last_end_s = end_s

@@ -214,7 +214,9 @@ class StageModel:
 
     def _upload(self, step: StepArrays) -> None:
         staged = {} if step.is_staged else self._staged_values(step)
-        if step.tokens is not None and not (step.is_staged and step.tokens.max() < 0):
+        if step.tokens is not None and step.lent is None:
+            staged["tokens"] = step.tokens
+        elif step.tokens is not None and not (step.is_staged and step.tokens.max() < 0):
             staged["tokens"] = np.maximum(step.tokens, 0)
         if staged:
             self._slot.upload_staged(staged)

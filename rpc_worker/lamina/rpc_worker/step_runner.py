@@ -223,12 +223,14 @@ class StepRunner:
             try:
                 if not self._stage.is_done(self._launched[0]):
                     return False
-                result = self._stage.finish(self._launched.popleft())
+                launched = self._launched.popleft()
+                result = self._stage.finish(launched)
             except Exception as error:
                 self._launched.clear()
                 self._failure = error
             else:
                 self._deliver(result)
+                self._stage.count(launched)
                 return True
         if self._failure is None or self._stopped:
             return False
