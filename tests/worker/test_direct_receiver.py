@@ -314,7 +314,10 @@ def test_those_who_say_nothing_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -
     run_scene(scene)
 
 
-def test_a_flood_of_strangers_is_bounded_and_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pause_s", [0.001, None], ids=["one by one", "all at once"])
+def test_a_flood_of_strangers_is_bounded_and_keeps_nobody_out(
+    monkeypatch: pytest.MonkeyPatch, pause_s: float | None
+) -> None:
     monkeypatch.setattr(direct_listener, "_MAX_UNDECIDED", 4)
 
     async def scene() -> None:
@@ -322,9 +325,12 @@ def test_a_flood_of_strangers_is_bounded_and_keeps_nobody_out(monkeypatch: pytes
             strangers = []
             for _ in range(40):
                 strangers.append(socket.create_connection(("127.0.0.1", listener.port)))
-                await asyncio.sleep(0.001)
-                assert len(listener._undecided) <= 5  # with one that is just going
-            assert await asyncio.to_thread(hangs_up, strangers[0])
+                if pause_s is not None:
+                    await asyncio.sleep(pause_s)
+                    assert len(listener._undecided) <= 4
+            for stranger in strangers[:36]:
+                assert await asyncio.to_thread(hangs_up, stranger)
+            assert len(listener._undecided) == 4
             with listener.offer(Taker()) as offer:
                 connection, _ = await dial(Address("127.0.0.1", offer.port), offer.key)
                 connection.close()

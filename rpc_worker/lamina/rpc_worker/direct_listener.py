@@ -44,7 +44,7 @@ class DirectListener:
         self.port: int = sockets[0].getsockname()[1]
         self._sockets = sockets
         self._offers: dict[bytes, Offer] = {}  # by key
-        self._undecided: dict[asyncio.Task[None], socket.socket] = {}  # the oldest first
+        self._undecided: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._has_warned = False
         self._accepting = [asyncio.create_task(self._accept(listening)) for listening in sockets]
 
@@ -90,10 +90,13 @@ class DirectListener:
                 await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
             if len(self._undecided) >= _MAX_UNDECIDED:
-                next(iter(self._undecided)).cancel()
+                oldest = next(iter(self._undecided))
+                del self._undecided[oldest]  # at once: others may come before it is gone
+                oldest.cancel()
             task = asyncio.create_task(self._greet(connection))
-            self._undecided[task] = connection
-            task.add_done_callback(self._undecided.pop)
+            self._undecided[task] = None
+            task.add_done_callback(lambda task: self._undecided.pop(task, None))
+            await asyncio.sleep(0)  # it begins: cancelled before, it would leave its connection open
 
     async def _greet(self, connection: socket.socket) -> None:
         """Hear a connection's key, and give it to the stream that it belongs to."""
