@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lamina.rpc_worker import direct_listener
+from lamina.rpc_worker import direct_listener, direct_receiver
 from lamina.rpc_worker.device_thread import DeviceThread, Feed
 from lamina.rpc_worker.direct_listener import DirectListener, Offer
 from lamina.rpc_worker.direct_sender import dial, ping
@@ -267,6 +267,47 @@ def test_a_feed_that_is_handed_back_is_read_by_its_thread_and_lent_again() -> No
                 await asyncio.to_thread(connection.sendall, message[100_000 * (count % 3) :])
                 await eventually(lambda count=count: len(taker.frames) == count)  # type: ignore[misc]
             assert taker.num_lent > 3
+
+    run_scene(scene)
+
+
+class LongStep:
+    """What the compute thread is at until it may go on: kernels that are compiled, say."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def advance(self) -> None:
+        self.may_end.wait(20)
+
+    def awaited(self) -> None: ...
+
+    def note_unfinished(self) -> None: ...
+
+
+@pytest.mark.parametrize("is_due", [True, False])
+def test_a_step_that_takes_long_does_not_stop_the_sender(monkeypatch: pytest.MonkeyPatch, is_due: bool) -> None:
+    """TCP would give the connection up: far more than its buffers hold is taken meanwhile, or refused."""
+    monkeypatch.setattr(direct_receiver, "_UNREAD_S", 0.05)
+
+    async def scene() -> None:
+        async with edge(WAYS[1]) as (taker, offer, connection):
+            step = LongStep()
+            assert taker.device is not None
+            taker.device.wake(step)
+            try:
+                for count in range(1, 4):
+                    await asyncio.to_thread(connection.sendall, frame_message(bytes(16_000_000), step=count))
+                await eventually(lambda: len(taker.frames) == 3)
+                if not is_due:
+                    connection.sendall(frame_message(bytes(4), epoch=2))
+                    assert isinstance(await end_of(offer), StaleEpoch)
+            finally:
+                step.may_end.set()
+            if is_due:
+                connection.sendall(done_message())
+                await eventually(lambda: len(taker.answers) == 1)
+                assert taker.num_lent == 1, "it is still lent"
 
     run_scene(scene)
 

@@ -1,6 +1,7 @@
 """The sending end of a direct connection: the compute thread never waits, messages stay in order and whole."""
 
 import asyncio
+import errno
 import socket
 import threading
 import time
@@ -104,6 +105,18 @@ def test_a_peer_that_hangs_up_is_told_once(num_bytes: int) -> None:
         assert reasons[0] in ("connection reset by peer", "broken pipe")
 
 
+def test_a_peer_that_stays_silent_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what TCP gave it up with, not by how long dialling may take."""
+
+    def time_out(*_: object) -> int:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    with connected() as (sender, _, reasons):
+        monkeypatch.setattr(sender, "_give", time_out)
+        sender.send(b"head")
+        assert reasons == ["connection timed out"]
+
+
 def test_close_ends_a_writer_that_is_sending() -> None:
     """As an epoch that ends while the peer is stuck; it is nobody's loss."""
     with connected() as (sender, _, reasons):
@@ -153,6 +166,7 @@ def test_what_is_no_worker_is_done_without(monkeypatch: pytest.MonkeyPatch) -> N
     assert dialled(MAGIC, monkeypatch) in ("it was hung up on", "connection reset by peer", "broken pipe")
     assert dialled(b"", monkeypatch) == "no answer within 0.3 s"
     assert dialled(b"", monkeypatch, key=b"") == "the peer gave no key for it"
+    assert "cannot begin with" in dialled(MAGIC + b"HTTP/1.1 400 Bad Request", monkeypatch)
 
 
 def test_a_closed_port_is_done_without() -> None:

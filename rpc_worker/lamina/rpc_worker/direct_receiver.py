@@ -3,7 +3,8 @@
 A thread of its own blocks in the socket, so that a message waits for no loop; what comes it checks before anything is
 allocated for it, and brings to the stage, which any thread may do. Between the steps of a sequence it lends the
 connection to the compute thread, which spins for the next message instead of being woken, if that does so at all: one
-of the two reads at a time, and only the thread of its own waits, refuses, and ends the connection.
+of the two reads at a time, and only the thread of its own waits, refuses, and ends the connection. It also looks after
+what it has lent, should the compute thread be busy with something long.
 
 The gRPC stream that offered the connection owns it, and tells the sender why it ended.
 """
@@ -37,6 +38,7 @@ from lamina.wire.frames import Frame
 
 _log = logging.getLogger(__name__)
 _NOTHING: NDArray[np.uint8] = np.empty(0, np.uint8)
+_UNREAD_S = 1.0  # far less than what the sender's silence lasts (`wire.direct`)
 _BUFFER_BYTES = 64 * 2**10  # a message of one step of a few tokens comes with one call
 
 
@@ -99,7 +101,8 @@ class DirectReceiver:
             self._end(error)
         except (OSError, EOFError) as error:
             if inlet.is_used:
-                self._end(WorkerLost(f"the direct connection broke: {error}"))
+                reason = (isinstance(error, OSError) and error.strerror) or str(error)
+                self._end(WorkerLost(f"the direct connection broke: {reason.lower()}"))
         except Exception as error:
             _log.exception("reading from a direct connection failed")
             self._end(LaminaError(f"{type(error).__name__}: {error}"))
@@ -130,6 +133,7 @@ class Inlet:
         self._payload = _NOTHING
         self._num_held = 0  # of the payload
         self._failure: Exception | None = None  # to be raised by the thread of its own
+        self._reading = threading.Lock()  # while it is lent, since its own thread looks after it
         self._returned = threading.Semaphore(0)
 
     # -- lent to the compute thread
@@ -141,12 +145,19 @@ class Inlet:
     def read(self) -> bool:
         """Take what is there. False, once there is something to be raised."""
         try:
-            self.receive(socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            pass
+            self._receive_what_is_there()
         except Exception as error:
             self._failure = error
             return False
+        return True
+
+    def _receive_what_is_there(self) -> bool:
+        """Whether there was anything."""
+        with self._reading:
+            try:
+                self.receive(socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
         return True
 
     def hand_back(self) -> None:
@@ -154,8 +165,13 @@ class Inlet:
         self._returned.release()
 
     def wait_for_return(self) -> None:
-        """Until the compute thread hands the feed back. Raises what came to it there."""
-        self._returned.acquire()
+        """Until the compute thread hands the feed back. Raises what came to it there.
+
+        A step may take long, with kernels to be compiled; a sender whose messages nobody takes would give up meanwhile.
+        """
+        while not self._returned.acquire(timeout=_UNREAD_S):
+            while self._receive_what_is_there():
+                pass
         if self._failure is not None:
             raise self._failure
 

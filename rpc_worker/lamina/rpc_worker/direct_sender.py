@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from lamina.spec.address import Address
+from lamina.spec.errors import LaminaError
 from lamina.wire.direct import BEGINNING_BYTES, KEY_BYTES, MAGIC, encode_ping, preface, read_beginning, tune
 
 DIAL_DEADLINE_S = 1.0
@@ -67,7 +68,7 @@ def _dial(address: Address, key: bytes, deadline_s: float) -> tuple[socket.socke
             raise NoDirect("what answers there is no worker")
         rtt_s = statistics.median(ping(connection, _PING_BYTES) for _ in range(_NUM_PINGS))
         connection.settimeout(None)
-    except (OSError, EOFError, NoDirect) as error:
+    except (OSError, EOFError, LaminaError, NoDirect) as error:
         if connection is not None:
             connection.close()
         raise NoDirect(_reason(error)) from None
@@ -75,11 +76,9 @@ def _dial(address: Address, key: bytes, deadline_s: float) -> tuple[socket.socke
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return f"no answer within {DIAL_DEADLINE_S:g} s"
-    if isinstance(error, OSError):
-        return (error.strerror or str(error)).lower()
-    return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return f"no answer within {DIAL_DEADLINE_S:g} s" if isinstance(error, TimeoutError) else str(error)
 
 
 def ping(connection: socket.socket, num_bytes: int) -> float:
