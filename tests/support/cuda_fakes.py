@@ -4,6 +4,7 @@ Streams run at once. What needs a current context, a live address or a known str
 """
 
 import ctypes
+import itertools
 from typing import Any
 
 import numpy as np
@@ -248,6 +249,7 @@ class FakeNvrtc:
         self.archs = archs
         self.compiled: list[list[bytes]] = []  # options
         self.live: dict[int, list[bytes]] = {}
+        self._numbers = itertools.count(1)  # several threads compile at once
 
     def nvrtcVersion(self, major: Any, minor: Any) -> int:  # noqa: N802
         major._obj.value, minor._obj.value = self.version
@@ -262,7 +264,7 @@ class FakeNvrtc:
         return 0
 
     def nvrtcCreateProgram(self, program: Any, text: bytes, name: bytes, *headers: Any) -> int:  # noqa: N802
-        program._obj.value = max(self.live, default=0) + 1
+        program._obj.value = next(self._numbers)
         self.live[program._obj.value] = [text, b""]
         return 0
 

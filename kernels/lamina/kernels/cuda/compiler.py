@@ -104,6 +104,7 @@ class Compiler:
         self._target = target
         self._folder = folder
         self._keeps = True
+        self._giving_up = threading.Lock()
         self._progress = _Progress(f"kernels for {target}, to be kept in {folder}")
 
     def compile_all(self, sources: Sequence[Source]) -> list[bytes]:
@@ -123,8 +124,10 @@ class Compiler:
             if self._keeps:
                 self._write(source, code)
         except OSError as error:
-            self._keeps = False
-            _log.warning("compiled kernels are not kept, every start compiles them: %s", error)
+            with self._giving_up:  # other threads meet the same
+                was_keeping, self._keeps = self._keeps, False
+            if was_keeping:
+                _log.warning("compiled kernels are not kept, every start compiles them: %s", error)
         return code
 
     def _path(self, source: Source) -> Path:
