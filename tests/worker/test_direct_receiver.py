@@ -30,6 +30,7 @@ from lamina.wire.direct import (
     PING,
     PONG,
     TOKENS,
+    encode_ping,
     encode_tokens,
     frame_beginning,
     preface,
@@ -163,7 +164,7 @@ REFUSED: list[tuple[str, bytes, type[LaminaError], str]] = [
     ("too many tokens", beginning(TOKENS, 16 + 16 * (MAX_TOKENS + 1), 0), InvalidPlan, NO_SUCH),
     ("a ping too large", beginning(PING, 0, MAX_PING_BYTES + 1), InvalidPlan, NO_SUCH),
     ("a ping with a head", beginning(PING, 1, 0), InvalidPlan, NO_SUCH),
-    ("a pong", beginning(PONG, 0, 0), InvalidPlan, "a pong without a ping"),
+    ("a pong", beginning(PONG, 0, 0), InvalidPlan, "a pong is out of order"),
     ("a frame that is not due, whose payload never comes", frame_message(bytes(400), epoch=2)[:50], StaleEpoch, "2"),
     ("a frame that is not due", frame_message(bytes(400), epoch=2), StaleEpoch, "2"),
     ("a fault of ours", done_message(13), LaminaError, "ValueError: unlucky"),
@@ -241,14 +242,27 @@ def test_the_end_of_the_offer_ends_the_connection(way: str) -> None:
     run_scene(scene)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_pings_are_answered_whoever_reads(way: str) -> None:
+def test_pings_are_answered() -> None:
     """Also one larger than the buffer has room for."""
 
     async def scene() -> None:
-        async with edge(way) as (_, _, connection):
+        async with edge() as (_, _, connection):
             for size in (0, 8192, MAX_PING_BYTES, 10):
                 assert 0 < await asyncio.to_thread(ping, connection, size) < 5
+
+    run_scene(scene)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_connection_in_use_answers_no_pings(way: str) -> None:
+    """The compute thread would wait for a peer that does not read the answers."""
+
+    async def scene() -> None:
+        async with edge(way) as (_, offer, connection):
+            connection.sendall(done_message() + encode_ping(bytes(100)))
+            with pytest.raises(InvalidPlan, match="a ping is out of order"):
+                raise await end_of(offer)
+            assert await asyncio.to_thread(hangs_up, connection)
 
     run_scene(scene)
 

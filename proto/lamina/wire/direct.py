@@ -8,7 +8,7 @@
 |---|---|---|
 | FRAME | epoch, step (uint64), dtype, rows, hidden (uint32) | as of a `pb.Frame` |
 | TOKENS | epoch, step (uint64), then of each token sequence (uint64), position, token (uint32) | none |
-| PING, answered by PONG | none | anything, which comes back |
+| PING, answered by PONG; before the first of the others | none | anything, which comes back |
 
 All little-endian. No protobuf: a message of one step is packed and unpacked with one call.
 TLS joins here, and in `channel`.

@@ -214,10 +214,10 @@ class Inlet:
         elif kind == TOKENS:
             self.is_used = True
             self._taker.take_tokens(*read_tokens(self._buffer[begin:end]))
-        elif kind == PING:
+        elif kind == PING and not self.is_used:  # later, an answer that nobody reads would stop the compute thread
             self.connection.sendall(encode_ping(self._buffer[begin:end], PONG))
         else:
-            raise InvalidPlan("a pong without a ping on a direct connection")
+            raise InvalidPlan(f"a {'ping' if kind == PING else 'pong'} is out of order on a direct connection")
         return True
 
     def _begin_frame(self, frame: Frame) -> None:
