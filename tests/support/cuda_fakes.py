@@ -34,6 +34,7 @@ class FakeDriver:
         self.pinned: dict[int, np.ndarray] = {}
         self.handles: dict[int, Any] = {}
         self.launches: list[tuple[int, int]] = []  # function, stream
+        self.on_the_way: list[tuple[int, int, bytes]] = []  # until the context's default stream is waited for
         self.free_bytes = TOTAL_BYTES
         self.garbles_peer_copies = False
         self.status = 0  # of cuInit
@@ -151,7 +152,7 @@ class FakeDriver:
 
     def cuMemcpyHtoD_v2(self, target: int, source: int, count: int) -> int:  # noqa: N802
         assert self.within(target, count)
-        ctypes.memmove(target, source, count)
+        self.on_the_way.append((self.contexts[-1], target, ctypes.string_at(source, count)))
         return 0
 
     def cuMemcpyDtoH_v2(self, target: int, source: int, count: int) -> int:  # noqa: N802
@@ -161,7 +162,9 @@ class FakeDriver:
 
     def cuMemcpyHtoDAsync_v2(self, target: int, source: int, count: int, stream: Any) -> int:  # noqa: N802
         assert number(stream) in self.handles
-        return self.cuMemcpyHtoD_v2(target, source, count)
+        assert self.within(target, count)
+        ctypes.memmove(target, source, count)
+        return 0
 
     def cuMemcpyDtoHAsync_v2(self, target: int, source: int, count: int, stream: Any) -> int:  # noqa: N802
         assert number(stream) in self.handles
@@ -169,7 +172,9 @@ class FakeDriver:
 
     def cuMemcpyDtoDAsync_v2(self, target: int, source: int, count: int, stream: Any) -> int:  # noqa: N802
         assert self.within(source, count)
-        return self.cuMemcpyHtoD_v2(target, source, count)
+        assert self.within(target, count)
+        ctypes.memmove(target, source, count)
+        return 0
 
     def cuMemcpyPeerAsync(self, target: int, to: Any, source: int, of: Any, count: int, stream: Any) -> int:  # noqa: N802
         assert number(to) == self.handles[number(stream)]
@@ -214,7 +219,13 @@ class FakeDriver:
         return self._handle(stream, self.contexts[-1])
 
     def cuStreamSynchronize(self, stream: Any) -> int:  # noqa: N802
-        assert number(stream) in self.handles
+        if number(stream):
+            assert number(stream) in self.handles
+            return 0
+        for context, target, content in self.on_the_way:
+            if context == self.contexts[-1]:
+                ctypes.memmove(target, content, len(content))
+        self.on_the_way = [each for each in self.on_the_way if each[0] != self.contexts[-1]]
         return 0
 
     def cuStreamDestroy_v2(self, stream: Any) -> int:  # noqa: N802

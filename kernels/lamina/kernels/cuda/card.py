@@ -107,9 +107,11 @@ class Card:
             self._ask("freeing memory", self._library.cuMemFree_v2, address)
 
     def write(self, address: int, values: Bytes) -> None:
-        """Host bytes to the card, beside its streams."""
+        """Host bytes to the card, beside its streams; they are there when it returns."""
         with self.current():
             self._ask("an upload", self._library.cuMemcpyHtoD_v2, address, values.ctypes.data, values.nbytes)
+            # the call returns once the bytes are in the driver's own page-locked memory
+            self._ask("an upload", self._library.cuStreamSynchronize, None)
 
     def read(self, address: int, num_bytes: int) -> Bytes:
         """Bytes of the card, beside its streams."""
