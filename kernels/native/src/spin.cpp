@@ -1,4 +1,6 @@
-// Waiting without sleeping, for whoever has something else to do in a microsecond. Mirrored in lamina/kernels/spin.py.
+// Waiting without sleeping, for whoever has something else to do in a microsecond. Mirrored in lamina/kernels/spin.py,
+// which does without where this is not there.
+#if !defined(_WIN32)
 #include <poll.h>
 #include <sched.h>
 
@@ -51,3 +53,4 @@ extern "C" __attribute__((visibility("default"))) int lamina_spin(const Watch* w
   } while (now_ns() < end_ns);
   return kTime;
 }
+#endif
