@@ -1,5 +1,7 @@
 """`coordinator chat` over a server that is played: what is asked, and what its own commands do."""
 
+import io
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -111,3 +113,23 @@ def test_a_question_that_fails_is_taken_back(
     server = talk(monkeypatch, "a", "fail", "b")
     assert server.asked[2] == [("user", "a"), ("assistant", "answer 1"), ("user", "b")]
     assert "the prompt has 4100 tokens, the context here is 4096" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", ["stdin", "stdout"])
+def test_a_standard_stream_that_is_closed(monkeypatch: pytest.MonkeyPatch, closed: str) -> None:
+    """As by `<&-`, where Python has None: nobody asks, or nobody would read the answer."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\n"))
+    monkeypatch.setattr(sys, closed, None)
+    server = Server()
+    chat(cast(ServerClient, server), ChatSettings("", 0.0, None))
+    assert server.asked == []
+
+
+def test_what_is_no_text_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another encoding than the terminal says, in and out."""
+    said = io.BytesIO()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8"))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(said, "ascii"))
+    server = Server()
+    chat(cast(ServerClient, server), ChatSettings("", 0.0, None))
+    assert server.asked == [[("user", "caf\ufffd")]]

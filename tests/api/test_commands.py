@@ -67,7 +67,19 @@ def test_no_model_no_server(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["status", "devices", "chat"])
 def test_without_a_server_one_line(command: str) -> None:
     assert "does not answer" in refusal(command, "--url", "http://127.0.0.1:9")
-    assert "http://host:port" in refusal(command, "--url", "nonsense")
+    for url in ("nonsense", "http://h:70000", "http://h:0", "http://[::1", "http://a..b:8080", ""):
+        assert "http://host:port" in refusal(command, "--url", url)
+    assert "--api-key" in refusal(command, "--api-key", "two\nlines")
+
+
+def test_a_name_that_is_unknown_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number is none of the system's errors."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    assert "(Name or service not known)" in refusal("status", "--url", "http://nobody.invalid")
 
 
 def answering(data: bytes) -> tuple[str, Thread]:

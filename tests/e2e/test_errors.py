@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from lamina.spec.gguf import read_gguf
-from support.cluster import WorkerProcess, addresses, coordinator, running_workers, start_coordinator
+from support.cluster import (
+    COORDINATOR,
+    WorkerProcess,
+    addresses,
+    coordinator,
+    environment,
+    running_workers,
+    start_coordinator,
+)
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_llama_tied.gguf"
 
@@ -112,6 +120,13 @@ def test_open_but_silent_port() -> None:
         listener.listen()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         assert_one_line(coordinator("run", str(TINY), "a", "--workers", address, timeout_s=30), address)
+
+
+def test_closed_standard_streams(workers: list[WorkerProcess]) -> None:
+    """As a shell or a service manager may start it."""
+    command = ["bash", "-c", 'exec "$0" "$@" <&-', *COORDINATOR, "run", str(TINY), "--workers", addresses(workers)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    assert_one_line(result, "there is no prompt")
 
 
 def test_version_mismatch() -> None:

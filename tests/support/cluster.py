@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 START_DEADLINE_S = 60.0
 _WORKER = "from lamina.rpc_worker.cli import main; main()"
-_COORDINATOR = [sys.executable, "-c", "from lamina.coordinator.cli import main; main()"]
+COORDINATOR = [sys.executable, "-c", "from lamina.coordinator.cli import main; main()"]
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -123,7 +123,7 @@ def coordinator(
 ) -> "subprocess.CompletedProcess[str]":
     """Run `coordinator` to its end."""
     return subprocess.run(
-        [*_COORDINATOR, *arguments],
+        [*COORDINATOR, *arguments],
         input=stdin if stdin is not None else "",
         capture_output=True,
         text=True,
@@ -135,4 +135,4 @@ def coordinator(
 
 def start_coordinator(*arguments: str, env: Mapping[str, str] | None = None) -> Process:
     """Start `coordinator` and follow it."""
-    return Process([*_COORDINATOR, *arguments], env)
+    return Process([*COORDINATOR, *arguments], env)

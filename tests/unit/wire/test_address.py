@@ -32,6 +32,8 @@ def test_good(text: str, host: str, port: int) -> None:
         "",
         "host",
         "host:",
+        "a..b:50051",
+        "a" * 64 + ".example.org:50051",
         ":50051",
         "::1",
         "::1:50051",

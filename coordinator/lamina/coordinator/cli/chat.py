@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lamina.coordinator.cli.client import ServerClient
+from lamina.coordinator.cli.options import take_any_text
 from lamina.spec.errors import LaminaError
 
 _HELP = """\
@@ -29,7 +30,8 @@ class ChatSettings:
 def chat(client: ServerClient, settings: ChatSettings) -> None:
     """Until the input ends. Raises Unavailable if the server does not answer."""
     conversation = _Conversation(client, settings, client.get("/v1/models")["data"][0])
-    is_interactive = sys.stdin.isatty()
+    take_any_text()
+    is_interactive = sys.stdin is not None and sys.stdin.isatty()
     if is_interactive:
         _say(f"{conversation.model['id']}. /help lists what else may be typed; Ctrl-D leaves, Ctrl-C stops an answer.")
         with suppress(ImportError):
@@ -49,7 +51,7 @@ def _say(text: str) -> None:
 def _read_line(is_interactive: bool) -> str | None:
     try:
         return input("> " if is_interactive else "").strip()
-    except EOFError:
+    except (EOFError, RuntimeError):  # the latter where a standard stream was closed before the start
         if is_interactive:
             _say("")  # the shell's prompt has a line of its own
         return None

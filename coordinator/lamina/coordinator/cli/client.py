@@ -1,7 +1,7 @@
 """The running server as the command line sees it: JSON answers and event streams, over http.client."""
 
 import json
-import os
+import re
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from lamina.spec.address import is_host_name
 from lamina.spec.errors import InvalidConfig, LaminaError, Unavailable
 
 Url = Annotated[str, typer.Option(help="Where `coordinator serve` answers.", envvar="LAMINA_URL")]
@@ -25,9 +26,15 @@ class ServerClient:
     def __init__(self, url: str, api_key: str = "") -> None:
         """At `url`, also the OpenAI base URL, which ends in /v1. Raises InvalidConfig if it is none."""
         url = url.rstrip("/").removesuffix("/v1")
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            is_sound = parts.scheme in ("http", "https") and is_host_name(parts.hostname or "") and parts.port != 0
+        except ValueError:  # a port beyond 65535, half a bracket
+            is_sound = False
+        if not is_sound:
             raise InvalidConfig(f"--url {url!r} is not of the form http://host:port")
+        if not re.fullmatch(r"[\x20-\x7e]*", api_key):
+            raise InvalidConfig("--api-key has characters that no key has")
         self._url = url
         self._parts = parts
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -64,7 +71,7 @@ class ServerClient:
         except HTTPException:  # its text is what came, which may be anything
             raise Unavailable(f"{self._url} does not speak HTTP; is it the address of `coordinator serve`?") from None
         except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else error
+            reason = error.strerror or error
             raise Unavailable(f"{self._url} does not answer ({reason}); is `coordinator serve` running?") from None
         if response.status >= 400:
             raise _error_of(response, f"{self._url}{path}")

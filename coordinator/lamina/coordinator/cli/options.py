@@ -1,5 +1,6 @@
 """Options that several commands share, each with its LAMINA_* twin, and their checks."""
 
+import io
 import os
 import re
 import sys
@@ -115,8 +116,17 @@ def stage_settings(
     )
 
 
+def take_any_text() -> None:
+    """What standard input and output cannot encode is replaced: a terminal's language is no reason to stop."""
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def read_prompt() -> str:
     """Standard input as text. Raises InvalidRequest if it is empty or not UTF-8."""
+    if sys.stdin is None:  # closed
+        raise InvalidRequest("there is no prompt: give it as an argument or on standard input")
     if sys.stdin.isatty():
         print("the prompt comes from standard input; end it with Ctrl-D", file=sys.stderr)
     try:

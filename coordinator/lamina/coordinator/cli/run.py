@@ -1,16 +1,14 @@
 """`coordinator run`: bring a model up, answer one prompt on standard output, take it down again."""
 
 import asyncio
-import io
 import signal
-import sys
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from rich.console import Console
 
-from lamina.coordinator.cli.options import is_interactive
+from lamina.coordinator.cli.options import is_interactive, take_any_text
 from lamina.coordinator.cli.progress import LoadBars, connecting_line, idle_line, plain_console, split_table
 from lamina.coordinator.engine.sequence import SequenceRequest
 from lamina.coordinator.model_file import ModelFile
@@ -40,8 +38,7 @@ async def run(model: ModelFile, settings: SessionSettings, request: RunRequest) 
     SIGTERM and a closed terminal end it as Ctrl-C does: the stages are unloaded first.
     """
     cancel_on_signals()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+    take_any_text()
     console = plain_console(stderr=True)
     prompt_ids = encode_prompt(model, request)
 
