@@ -44,12 +44,12 @@ JOBS = (
     Job("tests.kernels", (*_PYTEST, "-n", "8", "tests/kernels"), True, 600),
     Job("tests.models", (*_PYTEST, "-n", "4", "tests/gpu", "--ignore", "tests/gpu/test_cuda_soak.py"), True, 600),
     Job("tests.worker", (*_PYTEST, "-n", "4", "tests/worker"), True, 600),
-    Job("tests.soak", (*_PYTEST, "tests/gpu/test_cuda_soak.py"), True, 600),
-    Job("backend", ("benchmarks/cuda_backend.py",), False, 600),
-    Job("worker.llama1b", ("benchmarks/cuda_worker.py", "--models", "llama1b"), False, 900),
     Job("worker.qwen7b", ("benchmarks/cuda_worker.py", "--models", "qwen7b"), False, 900),
-    Job("worker.llama8b", ("benchmarks/cuda_worker.py", "--models", "llama8b", "--only", *_ONE_WORKER), False, 600),
+    Job("worker.llama1b", ("benchmarks/cuda_worker.py", "--models", "llama1b"), False, 900),
+    Job("backend", ("benchmarks/cuda_backend.py",), False, 600),
     Job("cards2.qwen7b", ("benchmarks/cuda_worker.py", "--models", "qwen7b", *_TWO_CARDS), False, 600, 2),
+    Job("worker.llama8b", ("benchmarks/cuda_worker.py", "--models", "llama8b", "--only", *_ONE_WORKER), False, 600),
+    Job("tests.soak", (*_PYTEST, "tests/gpu/test_cuda_soak.py"), True, 600),
 )
 
 
