@@ -23,6 +23,7 @@ from typing import Any
 _REPO = Path(__file__).resolve().parents[1]
 _SOURCES = ("proto", "coordinator", "rpc_worker", "kernels", "tests", "benchmarks")
 _ONE_WORKER = ("cuda.decode.*", "cuda.prefill.*")
+_SPLITS = ("cuda.rpc.*", "cuda.stages2.*", "cuda.mixed.*")
 _TWO_CARDS = ("--devices", "cuda:0", "cuda:1", "--only", "cuda.daemon2.*", "cuda.rpc.*")
 _PYTEST = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short")
 
@@ -44,7 +45,12 @@ JOBS = (
     Job("tests.kernels", (*_PYTEST, "-n", "8", "tests/kernels"), True, 600),
     Job("tests.models", (*_PYTEST, "-n", "4", "tests/gpu", "--ignore", "tests/gpu/test_cuda_soak.py"), True, 600),
     Job("tests.worker", (*_PYTEST, "-n", "4", "tests/worker"), True, 600),
-    Job("worker.qwen7b", ("benchmarks/cuda_worker.py", "--models", "qwen7b"), False, 900),
+    Job(
+        "worker.qwen7b",
+        ("benchmarks/cuda_worker.py", "--models", "qwen7b", "--only", *_ONE_WORKER, *_SPLITS),
+        False,
+        900,
+    ),
     Job("worker.llama1b", ("benchmarks/cuda_worker.py", "--models", "llama1b"), False, 900),
     Job("backend", ("benchmarks/cuda_backend.py",), False, 600),
     Job("cards2.qwen7b", ("benchmarks/cuda_worker.py", "--models", "qwen7b", *_TWO_CARDS), False, 600, 2),
