@@ -45,6 +45,9 @@ def test_cards_and_libraries_that_do_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="cuda:1 is not there: the NVIDIA driver shows 1 GPUs"):
         make(tmp_path, FakeDriver((9, 0)), 1)
     stopped = FakeDriver((9, 0))
+    stopped.status = 100
+    with pytest.raises(Unsupported, match="cuda:0 is not there: the NVIDIA driver shows 0 GPUs"):
+        make(tmp_path, stopped)
     stopped.status = 803
     with pytest.raises(Unsupported, match="driver does not start: CUDA_ERROR_INJECTED; see what nvidia-smi says"):
         make(tmp_path, stopped)

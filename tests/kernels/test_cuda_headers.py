@@ -88,6 +88,7 @@ def test_structures_and_constants_are_those_of_the_header(tmp_path: Path) -> Non
         "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR": card._MAJOR,
         "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR": card._MINOR,
         "CU_STREAM_NON_BLOCKING": card._STREAM_NON_BLOCKING,
+        "CUDA_ERROR_NO_DEVICE": card._NO_DEVICE,
     }
     asserts = "\n".join(f'_Static_assert({what} == {value}, "{what}");' for what, value in equal.items())
     source = tmp_path / "layout.c"

@@ -19,6 +19,7 @@ from lamina.kernels.cuda.libcuda import error_name, require
 from lamina.kernels.cuda.policy import ComputeCapability
 
 _NUM_MULTIPROCESSORS, _INTEGRATED, _MAJOR, _MINOR = 16, 18, 75, 76  # CU_DEVICE_ATTRIBUTE_*
+_NO_DEVICE = 100  # CUDA_VISIBLE_DEVICES may have hidden them all
 _STREAM_NON_BLOCKING = 1  # of the process's default stream
 _NAME_BYTES = 256
 
@@ -37,7 +38,7 @@ class Card:
     def __init__(self, library: Any, index: int) -> None:
         """Raises Unsupported if there is no card of this index."""
         status = library.cuInit(0)
-        if status:  # a driver that was updated and not loaded anew, a card that hangs, no card at all
+        if status not in (0, _NO_DEVICE):  # a driver that was updated and not loaded anew, a card that hangs
             reason = error_name(library, status)
             raise Unsupported(f"the NVIDIA driver does not start: {reason}; see what nvidia-smi says, or reboot")
         count = num_cards(library)
