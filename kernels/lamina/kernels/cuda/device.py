@@ -3,7 +3,7 @@
 `CudaDevice` implements it on a real card; tests implement it on the host and run the very same kernels there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -175,6 +175,3 @@ class Device(Protocol):
         """What is launched from now on runs after the event, which may be another device's."""
 
     def close(self) -> None: ...
-
-
-DeviceFactory = Callable[[int], Device]
