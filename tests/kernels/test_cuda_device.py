@@ -365,6 +365,18 @@ def test_a_card_is_current_where_it_was_bound() -> None:
     assert driver.contexts == [0xC0]
 
 
+def test_two_cards_of_one_thread(tmp_path: Path) -> None:
+    """B-04: whichever was opened or used last, calls find their own card; handles of one mean nothing to another."""
+    driver = FakeDriver((9, 0), (9, 0))
+    devices = [make(tmp_path, driver, index)[0] for index in range(2)]
+    call = KernelCall(program("rows.cu", "set_shape"), (1, 1, 1), 32, (0, 1, 2, 3))
+    events = [device.create_event() for device in devices]
+    for device, event in [*zip(devices, events, strict=True)] * 2:
+        device.run(call)
+        device.record_event(event)
+    assert len({stream for _, stream in driver.launches}) == len({function for function, _ in driver.launches}) == 2
+
+
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 3584])
 def test_the_kernel_of_small_transfers_copies_just_so_many_words(count: int) -> None:
     device = EmulatedDevice()

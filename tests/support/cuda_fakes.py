@@ -13,7 +13,7 @@ from lamina.kernels.cuda.driver import _RowsCopy
 
 MIB = 1 << 20
 TOTAL_BYTES = 1 << 30
-OUT_OF_MEMORY, INVALID_CONTEXT = 2, 201
+OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE = 2, 201, 400
 CONTEXT = 0xC0
 
 
@@ -33,6 +33,7 @@ class FakeDriver:
         self.memory: dict[int, np.ndarray] = {}
         self.pinned: dict[int, np.ndarray] = {}
         self.handles: dict[int, Any] = {}
+        self.context_of: dict[int, int] = {}  # modules and their kernels
         self.launches: list[tuple[int, int]] = []  # function, stream
         self.on_the_way: list[tuple[int, int, bytes]] = []  # until the context's default stream is waited for
         self.free_bytes = TOTAL_BYTES
@@ -198,10 +199,14 @@ class FakeDriver:
     # -- modules, streams, events
 
     def cuModuleLoadData(self, module: Any, image: bytes) -> int:  # noqa: N802
-        return self._handle(module, image)
+        status = self._handle(module, image)
+        self.context_of[number(module._obj)] = self.contexts[-1]
+        return status
 
     def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:  # noqa: N802
-        return self._handle(function, (self.handles[number(module)], name))
+        status = self._handle(function, (self.handles[number(module)], name))
+        self.context_of[number(function._obj)] = self.context_of[number(module)]
+        return status
 
     def cuModuleUnload(self, module: Any) -> int:  # noqa: N802
         return self._drop(module)
@@ -209,7 +214,8 @@ class FakeDriver:
     def cuLaunchKernelEx(self, config: Any, function: int, arguments: Any, extra: Any) -> int:  # noqa: N802
         assert config._obj.stream in self.handles
         self.launches.append((function, config._obj.stream))
-        return 0
+        same = self.contexts[-1] == self.context_of[function] == self.handles[config._obj.stream]
+        return 0 if same else INVALID_HANDLE
 
     def cuFuncSetAttribute(self, function: int, attribute: int, value: int) -> int:  # noqa: N802
         return 0
@@ -239,10 +245,10 @@ class FakeDriver:
         return 0
 
     def cuEventCreate(self, event: Any, flags: int) -> int:  # noqa: N802
-        return self._handle(event, "event")
+        return self._handle(event, self.contexts[-1])
 
     def cuEventRecord(self, event: Any, stream: Any) -> int:  # noqa: N802
-        return 0
+        return 0 if self.handles[number(event)] == self.handles[number(stream)] else INVALID_HANDLE
 
     def cuEventDestroy_v2(self, event: Any) -> int:  # noqa: N802
         return 0

@@ -6,6 +6,7 @@ for `memory_bytes`.
 """
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ _NUM_MULTIPROCESSORS, _INTEGRATED, _MAJOR, _MINOR = 16, 18, 75, 76  # CU_DEVICE_
 _NO_DEVICE = 100  # CUDA_VISIBLE_DEVICES may have hidden them all
 _STREAM_NON_BLOCKING = 1  # of the process's default stream
 _NAME_BYTES = 256
+_bound = threading.local()  # the card that a thread is bound to
 
 
 def num_cards(library: Any) -> int:
@@ -65,8 +67,10 @@ class Card:
         self.bind_to_thread()
 
     def bind_to_thread(self) -> None:
-        """Make the card current for the calling thread."""
-        self._ask("binding a thread", self._library.cuCtxSetCurrent, self._context)
+        """Make the card current for the calling thread; next to free where it is so already."""
+        if getattr(_bound, "card", None) is not self:
+            self._ask("binding a thread", self._library.cuCtxSetCurrent, self._context)
+            _bound.card = self
 
     @contextmanager
     def current(self) -> Iterator[None]:

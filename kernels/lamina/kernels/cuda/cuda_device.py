@@ -61,13 +61,13 @@ class _Transfer:
         if self._is_small(num_bytes):
             self._device._copy_words(self._host_address, self._address, num_bytes // _WORD_BYTES)
         else:
-            self._device._driver.upload_pinned(self._address, self._host_address, num_bytes)
+            self._device._on_card.upload_pinned(self._address, self._host_address, num_bytes)
 
     def download(self, num_bytes: int) -> None:
         if self._is_small(num_bytes):
             self._device._copy_words(self._address, self._host_address, num_bytes // _WORD_BYTES)
         else:
-            self._device._driver.download_pinned(self._host_address, self._address, num_bytes)
+            self._device._on_card.download_pinned(self._host_address, self._address, num_bytes)
 
     def _is_small(self, num_bytes: int) -> bool:
         return self._in_words and 0 < num_bytes <= _SMALL_BYTES and num_bytes % _WORD_BYTES == 0
@@ -104,6 +104,12 @@ class CudaDevice:
         workspace_bytes = (32 if card.compute_capability >= HOPPER else 8) << 20
         self._cublas = Cublas(libraries.cublas, stream, card.allocate(workspace_bytes), workspace_bytes)
 
+    @property
+    def _on_card(self) -> Driver:
+        """The driver, with this card current for the calling thread: handles of one mean nothing to another."""
+        self._card.bind_to_thread()
+        return self._driver
+
     # -- memory
 
     def memory_bytes(self) -> tuple[int, int]:
@@ -120,8 +126,7 @@ class CudaDevice:
                 f"no room for {num_bytes / 2**20:.1f} MiB on {self.name}:"
                 f" {free / 2**20:.1f} of {total / 2**20:.1f} MiB are free"
             ) from None
-        with self._card.current():
-            self._driver.zero(address, max(num_bytes, 1))
+        self._on_card.zero(address, max(num_bytes, 1))
         return Memory(address, num_bytes)
 
     def release(self, memory: Memory) -> None:
@@ -130,18 +135,18 @@ class CudaDevice:
     def upload(self, span: Span, values: Bytes) -> None:
         host = np.ascontiguousarray(values)
         if span.contiguous:
-            self._driver.upload(span.address, host.ctypes.data, host.nbytes)
+            self._on_card.upload(span.address, host.ctypes.data, host.nbytes)
         else:
-            self._driver.copy_rows(Rows(host.ctypes.data, span.row_bytes, on_host=True), _rows(span), *span.shape)
-        self._driver.synchronize()
+            self._on_card.copy_rows(Rows(host.ctypes.data, span.row_bytes, on_host=True), _rows(span), *span.shape)
+        self._on_card.synchronize()
 
     def download(self, span: Span) -> Bytes:
         host = np.empty(span.shape, np.uint8)
         if span.contiguous:
-            self._driver.download(host.ctypes.data, span.address, host.nbytes)
+            self._on_card.download(host.ctypes.data, span.address, host.nbytes)
         else:
-            self._driver.copy_rows(_rows(span), Rows(host.ctypes.data, span.row_bytes, on_host=True), *span.shape)
-        self._driver.synchronize()
+            self._on_card.copy_rows(_rows(span), Rows(host.ctypes.data, span.row_bytes, on_host=True), *span.shape)
+        self._on_card.synchronize()
         return host
 
     def transfer(self, span: Span, host: Bytes) -> _Transfer:
@@ -152,13 +157,13 @@ class CudaDevice:
         kernel = self._kernels[_COPY_WORDS]
         kernel.packing.pack_into(kernel.buffer, (source, target, count))
         grid = (-(-count // _COPY_THREADS), 1, 1)
-        self._driver.launch(kernel.function, grid, _COPY_THREADS, 0, kernel.arguments, is_alone=True)
+        self._on_card.launch(kernel.function, grid, _COPY_THREADS, 0, kernel.arguments, is_alone=True)
 
     def copy(self, source: Span, target: Span) -> None:
         if source.contiguous and target.contiguous:
-            self._driver.copy(source.address, target.address, source.num_rows * source.row_bytes)
+            self._on_card.copy(source.address, target.address, source.num_rows * source.row_bytes)
         else:
-            self._driver.copy_rows(_rows(source), _rows(target), *source.shape)
+            self._on_card.copy_rows(_rows(source), _rows(target), *source.shape)
 
     def alloc_pinned(self, num_bytes: int) -> Bytes:
         return self._card.alloc_pinned(num_bytes)
@@ -178,7 +183,7 @@ class CudaDevice:
         num_bytes = source.num_rows * source.row_bytes // num_copies
         for row in range(num_copies):
             start, end = (span.address + row * span.pitch_bytes for span in (source, target))
-            self._driver.copy_from(owner._driver, start, end, num_bytes)
+            self._on_card.copy_from(owner._driver, start, end, num_bytes)
 
     def _open_peer(self, owner: "CudaDevice") -> None:
         """Before the first copy from a card: have it come straight from there, if that can be relied on."""
@@ -188,11 +193,11 @@ class CudaDevice:
         if not self._card.can_access(owner._card):
             _log.info("copies to %s: no peer access between the cards, the driver stages them in host memory", pair)
             return
-        self._driver.allow_peer(owner._driver)
+        self._on_card.allow_peer(owner._driver)
         if self._copies_faithfully(owner):
             _log.info("copies to %s: peer access is on", pair)
             return
-        self._driver.forbid_peer(owner._driver)
+        self._on_card.forbid_peer(owner._driver)
         _log.warning("copies to %s: peer access is offered and does not work (IOMMU?); it stays off", pair)
 
     def _copies_faithfully(self, owner: "CudaDevice") -> bool:
@@ -202,8 +207,8 @@ class CudaDevice:
         try:
             owner._card.write(there, values)
             self._card.write(here, np.zeros_like(values))
-            self._driver.copy_from(owner._driver, there, here, values.nbytes)
-            self._driver.synchronize()
+            self._on_card.copy_from(owner._driver, there, here, values.nbytes)
+            self._on_card.synchronize()
             return np.array_equal(self._card.read(here, values.nbytes), values)
         finally:
             owner._card.free(there)
@@ -215,6 +220,7 @@ class CudaDevice:
         missing = [program for program in dict.fromkeys(programs) if program not in self._kernels]
         keys = {(program.file, program.options): None for program in missing}.keys() - self._modules.keys()
         sources = [Source(file, source_text(file), options) for file, options in keys]
+        self._card.bind_to_thread()
         for source, code in zip(sources, self._compiler.compile_all(sources), strict=True):
             self._modules[source.name, source.options] = self._card.load_module(code)
         for program in missing:
@@ -225,6 +231,7 @@ class CudaDevice:
 
     def run(self, call: Call) -> None:
         if isinstance(call, ProductCall):
+            self._card.bind_to_thread()
             self._cublas.multiply(call)
             return
         kernel = self._kernels.get(call.program)
@@ -232,10 +239,10 @@ class CudaDevice:
             self.prepare([call.program])
             kernel = self._kernels[call.program]
         if call.shared_bytes > kernel.allowed_shared_bytes:
-            self._driver.allow_shared_bytes(kernel.function, call.shared_bytes)
+            self._on_card.allow_shared_bytes(kernel.function, call.shared_bytes)
             kernel.allowed_shared_bytes = call.shared_bytes
         kernel.packing.pack_into(kernel.buffer, call.args)
-        self._driver.launch(kernel.function, call.grid, call.num_threads, call.shared_bytes, kernel.arguments)
+        self._on_card.launch(kernel.function, call.grid, call.num_threads, call.shared_bytes, kernel.arguments)
 
     def capture(self, calls: Sequence[Call]) -> ExecutableGraph:
         def launch_all() -> None:
@@ -243,42 +250,41 @@ class CudaDevice:
                 self.run(call)
 
         self.prepare([call.program for call in calls if isinstance(call, KernelCall)])
-        return self._driver.capture(launch_all)
+        return self._on_card.capture(launch_all)
 
     # -- order
 
     def synchronize(self) -> None:
-        self._driver.synchronize()
+        self._on_card.synchronize()
 
     def bind_to_thread(self) -> None:
         self._card.bind_to_thread()
 
     def create_event(self, *, timed: bool = False) -> Any:
-        return self._driver.create_event(timed=timed)
+        return self._on_card.create_event(timed=timed)
 
     def elapsed_s(self, start: Any, end: Any) -> float:
-        return self._driver.elapsed_s(start, end)
+        return self._on_card.elapsed_s(start, end)
 
     def record_event(self, event: Any) -> None:
-        self._driver.record(event)
+        self._on_card.record(event)
 
     def wait_event(self, event: Any) -> None:
-        self._driver.wait(event)
+        self._on_card.wait(event)
 
     def event_done(self, event: Any) -> bool:
-        return self._driver.is_done(event)
+        return self._on_card.is_done(event)
 
     def event_probe(self, event: Any) -> EventProbe | None:
-        return self._driver.probe(event)
+        return self._on_card.probe(event)
 
     def follow(self, event: Any) -> None:
-        self._driver.follow(event)
+        self._on_card.follow(event)
 
     def close(self) -> None:
         """Give back streams, kernels and all memory that was not released; the context belongs to the process."""
-        with self._card.current():
-            self.synchronize()
-            self._cublas.close()
+        self.synchronize()
+        self._cublas.close()
         self._card.close()
 
 
