@@ -22,9 +22,6 @@ from typing import Any
 
 _REPO = Path(__file__).resolve().parents[1]
 _SOURCES = ("proto", "coordinator", "rpc_worker", "kernels", "tests", "benchmarks")
-_ONE_WORKER = ("cuda.decode.*", "cuda.prefill.*")
-_SPLITS = ("cuda.rpc.*", "cuda.stages2.*", "cuda.mixed.*")
-_TWO_CARDS = ("--devices", "cuda:0", "cuda:1", "--only", "cuda.daemon2.*", "cuda.rpc.*")
 _PYTEST = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short")
 
 Entry = dict[str, Any]
@@ -41,20 +38,24 @@ class Job:
     needs_devices: int = 1
 
 
+def _worker(model: str, *patterns: str, devices: Sequence[str] = ()) -> tuple[str, ...]:
+    """The worker benchmark of a model; of its figures those that match."""
+    chosen = [word for pattern in patterns for word in ("--only", pattern)]
+    return ("benchmarks/cuda_worker.py", "--models", model, *chosen, *(("--devices", *devices) if devices else ()))
+
+
+_ONE_WORKER = ("cuda.decode.*", "cuda.prefill.*")
+_SPLITS = ("cuda.rpc.*", "cuda.stages2.*", "cuda.mixed.*")
+_TWO_CARDS = _worker("qwen7b", "cuda.daemon2.*", "cuda.rpc.*", devices=("cuda:0", "cuda:1"))
 JOBS = (
     Job("tests.kernels", (*_PYTEST, "-n", "8", "tests/kernels"), True, 600),
     Job("tests.models", (*_PYTEST, "-n", "4", "tests/gpu", "--ignore", "tests/gpu/test_cuda_soak.py"), True, 600),
     Job("tests.worker", (*_PYTEST, "-n", "4", "tests/worker"), True, 600),
-    Job(
-        "worker.qwen7b",
-        ("benchmarks/cuda_worker.py", "--models", "qwen7b", "--only", *_ONE_WORKER, *_SPLITS),
-        False,
-        900,
-    ),
-    Job("worker.llama1b", ("benchmarks/cuda_worker.py", "--models", "llama1b"), False, 900),
+    Job("worker.qwen7b", _worker("qwen7b", *_ONE_WORKER, *_SPLITS), False, 900),
+    Job("worker.llama1b", _worker("llama1b"), False, 900),
     Job("backend", ("benchmarks/cuda_backend.py",), False, 600),
-    Job("cards2.qwen7b", ("benchmarks/cuda_worker.py", "--models", "qwen7b", *_TWO_CARDS), False, 600, 2),
-    Job("worker.llama8b", ("benchmarks/cuda_worker.py", "--models", "llama8b", "--only", *_ONE_WORKER), False, 600),
+    Job("cards2.qwen7b", _TWO_CARDS, False, 600, 2),
+    Job("worker.llama8b", _worker("llama8b", *_ONE_WORKER), False, 600),
     Job("tests.soak", (*_PYTEST, "tests/gpu/test_cuda_soak.py"), True, 600),
 )
 
@@ -109,7 +110,10 @@ def host_times(entries: Sequence[Entry]) -> list[Entry]:
 def machine() -> str:
     """The cards and their driver."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    found = subprocess.run(query, capture_output=True, text=True, check=False)
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        sys.exit("nvidia-smi is not there: this runs on a machine with NVIDIA GPUs and their driver")
     return "; ".join(found.stdout.split("\n")).strip("; ")
 
 

@@ -15,6 +15,7 @@ cuda_peer.py.
 
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -151,13 +152,18 @@ def run(setup: Setup, model: str, path: str, rounds: int, threads: int) -> Itera
                 yield from measure_split(ours, name, model, rounds)
 
 
-def main() -> None:
-    """Measure and report."""
+def parser() -> ArgumentParser:
+    """The command line."""
     parser = argument_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["llama1b", "qwen7b"], help="shapes to measure")
     parser.add_argument("--devices", nargs=2, default=["cuda:0", "cuda:0"], help="devices of the two stages")
     parser.add_argument("--threads", type=int, default=8, help="of the CPU in a mixed worker")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Measure and report."""
+    args = parser().parse_args()
     report = Report("cuda_worker", args)
     rounds = args.rounds or (2 if args.quick else 5)
     paths = [(model, str(model_path(model))) for model in args.models]

@@ -1,8 +1,9 @@
 """What the CUDA benchmarks make of what they measured; the measuring itself needs a card."""
 
 import pytest
-from cuda_all import host_times, path_of_sources
+from cuda_all import JOBS, host_times, path_of_sources
 from cuda_peer import PEER, peer_of
+from cuda_worker import parser
 
 
 def test_the_hosts_time_is_what_a_worker_takes_beyond_the_backend() -> None:
@@ -28,3 +29,16 @@ def test_the_backend_is_compared_with_the_same_peer_as_a_worker() -> None:
 def test_a_benchmark_runs_on_the_sources_it_lies_beside() -> None:
     first, *_ = path_of_sources().split(":")
     assert first.endswith("/proto")
+
+
+def test_the_worker_benchmark_understands_what_it_is_asked() -> None:
+    asked = {job.name: parser().parse_args(job.arguments[1:]) for job in JOBS if "cuda_worker" in job.arguments[0]}
+    assert asked["worker.qwen7b"].only == [
+        "cuda.decode.*",
+        "cuda.prefill.*",
+        "cuda.rpc.*",
+        "cuda.stages2.*",
+        "cuda.mixed.*",
+    ]
+    assert asked["worker.llama1b"].only == []
+    assert asked["cards2.qwen7b"].devices == ["cuda:0", "cuda:1"]
