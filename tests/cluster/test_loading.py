@@ -1,6 +1,7 @@
 """Loads that overlap, are cancelled, or meet the end of the worker: no byte and no stage is left behind."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -199,8 +200,11 @@ def test_the_worker_stops_during_a_long_step(model: TinyModel, monkeypatch: pyte
     run_scene(scene)
 
 
-def test_unload_while_steps_run(model: TinyModel) -> None:
-    """Whoever unloads a running placement ends it with a reason; the memory comes back when the step is through."""
+def test_unload_while_steps_run(model: TinyModel, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever unloads a running placement ends it with a reason; the memory comes back when the step is through.
+
+    To the worker's log that is no error.
+    """
 
     async def scene() -> None:
         async with running_worker("a") as a, Cluster.over(model, a) as cluster:
@@ -219,6 +223,7 @@ def test_unload_while_steps_run(model: TinyModel) -> None:
             assert len(await Talk(again, PROMPT).run(2)) == 2
 
     run_scene(scene)
+    assert [record.getMessage() for record in caplog.records if record.levelno > logging.INFO] == []
 
 
 @pytest.mark.parametrize(

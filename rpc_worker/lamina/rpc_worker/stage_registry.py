@@ -266,8 +266,8 @@ class StageRegistry:
             return
         runtime = held.runtime
         _log.info("stage %s#%d is freed: %s", *key, why)
-        if runtime.is_controlled:
-            runtime.fail(Unavailable(why))
+        if runtime.is_controlled:  # as at the end of a `coordinator run` whose Unload overtakes the end of its stream
+            runtime.fail(Unavailable(why), logging.DEBUG)
         await runtime.end()
         await runtime.device.call(runtime.stage.free)
 
