@@ -62,11 +62,12 @@ def error_from_rpc(rpc: grpc.aio.AioRpcError, who: str) -> errors.LaminaError:
     if isinstance(named, str):
         return error_from_name(named, f"{who}: {details}")
     match rpc.code():
-        # gRPC's own word for a write that met the loss before its status came; a worker's INTERNAL bears a name.
         case grpc.StatusCode.UNAVAILABLE if "ping timeout" in details:
             return errors.WorkerLost(f"{who}: has stopped answering (hung, suspended or unplugged)")
-        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.INTERNAL:
+        case grpc.StatusCode.UNAVAILABLE:
             return errors.WorkerLost(f"{who}: connection lost ({details})")
+        case grpc.StatusCode.INTERNAL:  # a write met the loss before its status came; a worker's own bears a name
+            return errors.WorkerLost(f"{who}: connection lost")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return errors.WorkerUnreachable(f"{who}: no answer within the deadline")
         case grpc.StatusCode.UNIMPLEMENTED:
