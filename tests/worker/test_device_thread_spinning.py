@@ -182,13 +182,15 @@ def test_a_lent_feed_is_handed_back(why: str) -> None:
 def test_nothing_is_lent_where_nobody_spins() -> None:
     """A device that works on the thread itself, few cores (a container's quota counts), and a thread that has ended."""
 
-    async def refuses(make: Callable[[], MockBackend], num_cores: int) -> None:
+    async def refuses(make: Callable[[], MockBackend], num_cores: int, num_devices: int = 1) -> None:
         near, far = socket.socketpair()
         with near, far, patch.object(device_thread, "usable_cores", lambda: num_cores):
-            device = DeviceThread(make(), "compute")
+            device = DeviceThread(make(), "compute", num_devices)
             await device.start()
-            if make is MockBackend or num_cores < 4:
+            if make is MockBackend or num_cores < num_devices + 3:
                 assert not device.lend(Words(near))
+            else:
+                assert device.lend(Words(near))
             await device.stop()
             assert not device.lend(Words(near))
 
@@ -196,5 +198,7 @@ def test_nothing_is_lent_where_nobody_spins() -> None:
         await refuses(MockBackend, 64)
         await refuses(SpinningBackend, 3)
         await refuses(SpinningBackend, 4)
+        await refuses(SpinningBackend, 4, num_devices=2)
+        await refuses(SpinningBackend, 7, num_devices=4)
 
     run_scene(scene)

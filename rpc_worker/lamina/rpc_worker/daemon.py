@@ -149,7 +149,7 @@ async def _start_device(name: str, settings: WorkerSettings) -> DeviceThread:
     )
     if selection.passed_over:
         _log.warning("%s", selection.explain())
-    device = DeviceThread(selection.backend, f"compute-{name}")
+    device = DeviceThread(selection.backend, f"compute-{name}", len(settings.devices))
     device.served_by = f"{selection.implementation} ({selection.why_not_better})" if selection.passed_over else ""
     await device.start()
     return device

@@ -25,7 +25,7 @@ _FACTS_PATIENCE_S = 0.1  # most steps are shorter, loads are longer
 _PR_SET_TIMERSLACK = 29
 _NAP_S = 20e-6  # between two looks at work that the device has not finished
 _SPIN_S = 5e-3  # after the last thing that there was to do; longer steps are worth a nap
-_SPINNING_CORES = 4  # with fewer, others need them
+_OTHER_CORES = 3  # that the loop, the threads of gRPC and other programs need beside those that spin
 
 
 class Worker(Protocol):
@@ -70,7 +70,8 @@ class DeviceThread:
     last_facts: DeviceFacts
     served_by: str = ""  # an implementation that is not the best there could be, and why, for people
 
-    def __init__(self, backend: Backend, name: str) -> None:
+    def __init__(self, backend: Backend, name: str, num_devices: int = 1) -> None:
+        """`num_devices` of this process may have such a thread each."""
         self.backend = backend
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[Callable[[], None] | Worker | _Lent | None] = queue.SimpleQueue()
@@ -78,7 +79,7 @@ class DeviceThread:
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._reading: asyncio.Future[None] | None = None  # of the facts, while one is under way
         self._watched: dict[Worker, float] = {}  # those with launched work, and when to look; the thread's own
-        self._spinner = _spinner_beside(backend)
+        self._spinner = _spinner_beside(backend, num_devices)
         self._spin_until = 0.0  # on the clock of time.perf_counter
         self._feeds: dict[int, Feed] = {}  # by descriptor; the thread's own
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -275,9 +276,9 @@ class DeviceThread:
             self._ended.set_exception(failure)
 
 
-def _spinner_beside(backend: Backend) -> Spinner | None:
-    """For a thread that waits for a device which works by itself, on a machine with a core to spare for it."""
-    has_room = backend.capabilities.asynchronous and usable_cores() >= _SPINNING_CORES
+def _spinner_beside(backend: Backend, num_devices: int) -> Spinner | None:
+    """For a thread that waits for a device which works by itself, on a machine with a core to spare for each."""
+    has_room = backend.capabilities.asynchronous and usable_cores() >= num_devices + _OTHER_CORES
     return Spinner.create() if has_room else None
 
 

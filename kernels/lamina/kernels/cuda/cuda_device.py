@@ -157,7 +157,7 @@ class CudaDevice:
         kernel = self._kernels[_COPY_WORDS]
         kernel.packing.pack_into(kernel.buffer, (source, target, count))
         grid = (-(-count // _COPY_THREADS), 1, 1)
-        self._on_card.launch(kernel.function, grid, _COPY_THREADS, 0, kernel.arguments, is_alone=True)
+        self._on_card.launch(kernel.function, grid, _COPY_THREADS, 0, kernel.arguments, keeps_interpreter=True)
 
     def copy(self, source: Span, target: Span) -> None:
         if source.contiguous and target.contiguous:

@@ -94,17 +94,18 @@ class Driver:
         shared_bytes: int,
         arguments: Any,
         *,
-        is_alone: bool = False,
+        keeps_interpreter: bool = False,
     ) -> None:
         """Launch a kernel; `arguments` is an array of addresses of its parameters, which are copied.
 
-        Many of them may fill the driver's queue and wait there; one that `is_alone` keeps the interpreter.
+        Many of them may fill the driver's queue and wait there, so other threads may go on; one that `keeps_interpreter`
+        does not let them, which costs less.
         """
         config = self._config
         config.grid[:] = grid
         config.block[:] = (num_threads, 1, 1)
         config.shared_bytes = shared_bytes
-        library = self._quick if is_alone else self._library
+        library = self._quick if keeps_interpreter else self._library
         self._require(library.cuLaunchKernelEx(ctypes.byref(config), function, arguments, None), "a launch")
 
     def allow_shared_bytes(self, function: int, num_bytes: int) -> None:
