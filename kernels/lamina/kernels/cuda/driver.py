@@ -98,8 +98,8 @@ class Driver:
     ) -> None:
         """Launch a kernel; `arguments` is an array of addresses of its parameters, which are copied.
 
-        Many of them may fill the driver's queue and wait there, so other threads may go on; one that `keeps_interpreter`
-        does not let them, which costs less.
+        Many of them may fill the driver's queue and wait there, so other threads go on meanwhile; one that
+        `keeps_interpreter` does not let them, which costs less.
         """
         config = self._config
         config.grid[:] = grid
