@@ -15,6 +15,7 @@ from support.models import smollm2_path
 
 pytestmark = pytest.mark.e2e
 
+TINY = ROOT / "tests/data/tiny_llama_tied.gguf"
 DEMO = [sys.executable, str(ROOT / "deploy/demo.py"), "--model"]
 
 
@@ -151,3 +152,30 @@ def rss_bytes(pid: int) -> int:
     """Resident memory of a process."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+BUSY = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+from lamina.rpc_worker import daemon, stage
+daemon._GRACE_S = daemon._STOP_DEADLINE_S = 0.3
+
+def load(*_):
+    print("compiling", flush=True)
+    with ThreadPoolExecutor(1) as pool:  # whose threads Python waits for when it ends
+        pool.submit(time.sleep, 30).result()
+
+stage.Stage.load = load
+"""
+
+
+def test_a_worker_that_compiles_ends_when_it_says() -> None:
+    """SIGTERM while the device is busy with what cannot be interrupted: left behind after the deadline, exit code 0."""
+    with running_workers(1, device="reference", prelude=BUSY) as (worker,):
+        started = start_coordinator("run", str(TINY), "a", "--workers", worker.address)
+        worker.wait_for("compiling")
+        start_s = time.monotonic()
+        assert worker.stop() == 0
+        assert time.monotonic() - start_s < 5
+        assert "leaving it behind" in "".join(worker.lines)
+        assert started.popen.wait(20) == 2

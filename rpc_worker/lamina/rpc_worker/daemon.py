@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from dataclasses import replace
@@ -79,11 +80,13 @@ class Daemon:
         await checks.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
         return cls(settings, devices, registry, server, checks, edges, trace)
 
-    async def stop(self) -> None:
+    async def stop(self) -> bool:
         """Tell everybody, end the streams, free the stages, end the threads.
 
-        A device that is deep in a step is not waited for longer than a deadline: its thread ends with the process.
+        A device that is deep in a step is not waited for longer than a deadline: its thread ends with the process, and
+        the answer is False.
         """
+        is_idle = True
         await self._checks.enter_graceful_shutdown()
         self.registry.end_all()
         await self._server.stop(_GRACE_S)
@@ -94,10 +97,12 @@ class Daemon:
                 await self.registry.close()
                 await asyncio.gather(*(device.stop() for device in self.devices))
         except TimeoutError:
+            is_idle = False
             _log.warning("a device is still busy after %g s; leaving it behind", _STOP_DEADLINE_S)
         if self._trace is not None:
             self._trace.close()
             _log.info("trace in %s", self._trace.path)
+        return is_idle
 
 
 async def run_worker(settings: WorkerSettings) -> None:
@@ -114,7 +119,16 @@ async def run_worker(settings: WorkerSettings) -> None:
         await _until_stopped(stop, daemon.settings)
     finally:
         _log.info("stopping, which takes at most %g s", _GRACE_S + _STOP_DEADLINE_S)
-        await daemon.stop()
+        is_idle = await daemon.stop()
+    if not is_idle:
+        _end_at_once()
+
+
+def _end_at_once() -> None:
+    """End the process, for which Python would wait until those are done whom the busy thread waits for: compilers."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 async def _until_stopped(stop: asyncio.Event, settings: WorkerSettings) -> None:
