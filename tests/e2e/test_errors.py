@@ -3,6 +3,7 @@
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -127,6 +128,17 @@ def test_closed_standard_streams(workers: list[WorkerProcess]) -> None:
     command = ["bash", "-c", 'exec "$0" "$@" <&-', *COORDINATOR, "run", str(TINY), "--workers", addresses(workers)]
     result = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     assert_one_line(result, "there is no prompt")
+    command = ["bash", "-c", 'exec "$0" "$@" >&- 2>&-', *COORDINATOR, "plan", str(TINY), "--memory", "1G"]
+    assert subprocess.run(command, env=environment(), check=False).returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to /dev/full")
+def test_a_worker_whose_output_is_full() -> None:
+    worker = [sys.executable, "-m", "lamina.rpc_worker.cli", "--device", "mock", "--listen", "127.0.0.1:0"]
+    command = ["bash", "-c", 'exec "$0" "$@" >/dev/full', *worker]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=False)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == "rpc-worker: [Errno 28] No space left on device"
 
 
 def test_version_mismatch() -> None:

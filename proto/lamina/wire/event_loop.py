@@ -2,11 +2,13 @@
 
 import asyncio
 import gc
+import os
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+_STANDARD_ERROR = 2
 _new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None  # asyncio's own
 
 with suppress(ImportError):  # there is none for Windows
@@ -22,8 +24,17 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
     """`asyncio.run` on such a loop."""
+    _open_standard_streams()
     with asyncio.Runner(loop_factory=new_loop) as runner:
         return runner.run(main)
+
+
+def _open_standard_streams() -> None:
+    """Where a shell or a service manager has closed one (`<&-`), a file of the loop's own would get its number, and
+    libuv aborts the process when that is closed."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
+        pass
+    os.close(number)
 
 
 def leave_to_stay() -> None:

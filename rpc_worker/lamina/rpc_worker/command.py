@@ -158,5 +158,8 @@ def main() -> None:
     except LaminaError as error:
         print(f"rpc-worker: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
+    except OSError as error:  # a full disk behind standard output
+        print(f"rpc-worker: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
     except KeyboardInterrupt:  # before the daemon takes signals
         sys.exit(EXIT_INTERRUPTED)

@@ -28,7 +28,8 @@ def plain_console(*, stderr: bool = False) -> Console:
     It prints what it is given: `[fd00::1]:50051` and a file called `[/a]` are not taken for markup.
     """
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else 110, markup=False, emoji=False, highlight=False)
+    is_terminal = stream is not None and stream.isatty()  # None where it was closed before the start
+    return Console(stderr=stderr, width=None if is_terminal else 110, markup=False, emoji=False, highlight=False)
 
 
 def compact_table(*headers: str, num_texts: int) -> Table:
