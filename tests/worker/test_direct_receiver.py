@@ -1,30 +1,25 @@
-"""The receiving end of direct connections: keys, limits, what is checked before it is read, how it ends."""
+"""The receiving end of direct connections: what is checked before it is read, who reads, how it ends."""
 
 import asyncio
-import logging
 import random
 import socket
 import struct
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
 import numpy as np
 import pytest
 
-from lamina.rpc_worker import direct_listener, direct_receiver
-from lamina.rpc_worker.device_thread import DeviceThread, Feed
-from lamina.rpc_worker.direct_listener import DirectListener, Offer
+from lamina.rpc_worker import direct_receiver
+from lamina.rpc_worker.direct_listener import Offer
 from lamina.rpc_worker.direct_sender import dial, ping
 from lamina.spec.address import Address
-from lamina.spec.errors import InvalidConfig, InvalidPlan, LaminaError, StaleEpoch, WorkerLost
+from lamina.spec.errors import InvalidPlan, LaminaError, StaleEpoch, WorkerLost
 from lamina.spec.ids import Epoch, SeqId, StepId
 from lamina.spec.step import SampledToken, SeqSlice, StepDone, StepPlan, Tokens
 from lamina.wire.direct import (
     FRAME,
-    KEY_BYTES,
-    MAGIC,
     MAX_PING_BYTES,
     MAX_TOKENS,
     PING,
@@ -33,53 +28,11 @@ from lamina.wire.direct import (
     encode_ping,
     encode_tokens,
     frame_beginning,
-    preface,
 )
-from lamina.wire.frames import MAX_PAYLOAD_BYTES, Frame
+from lamina.wire.frames import MAX_PAYLOAD_BYTES
+from support.edges import Taker, hangs_up, listening
 from support.loopback import eventually, run_scene
 from support.spinning import spinning_thread
-
-
-class Taker:
-    """A stage that takes frames of epoch 1, and remembers what came. Its compute thread reads on, if there is one."""
-
-    def __init__(self, device: DeviceThread | None = None) -> None:
-        self.device = device
-        self.num_lent = 0
-        self.frames: list[Frame] = []
-        self.answers: list[tuple[int, list[tuple[SeqId, int, int]]]] = []
-
-    def expect_frame(self, frame: Frame) -> None:
-        assert not len(frame.payload), "not read yet"
-        if frame.epoch != 1:
-            raise StaleEpoch(f"epoch {frame.epoch}")
-
-    def take_frame(self, frame: Frame) -> None:
-        self.expect_frame(frame._replace(payload=b""))
-        assert len(frame.payload) == frame.num_bytes
-        self.frames.append(frame)
-
-    def take_tokens(self, epoch: Epoch, step: StepId, tokens: Sequence[tuple[SeqId, int, int]]) -> None:
-        if step == 13:
-            raise ValueError("unlucky")
-        assert epoch == 1
-        self.answers.append((step, list(tokens)))
-
-    def lend(self, feed: Feed) -> bool:
-        is_lent = self.device is not None and self.device.lend(feed)
-        self.num_lent += is_lent
-        return is_lent
-
-
-@asynccontextmanager
-async def listening() -> AsyncIterator[DirectListener]:
-    listener = DirectListener.open(Address("127.0.0.1", 0))
-    try:
-        yield listener
-    finally:
-        await listener.close()
-        await eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("edge")])
-
 
 WAYS = ["its own thread reads", "the compute thread reads"]
 
@@ -189,14 +142,6 @@ def test_what_is_wrong_ends_the_connection_with_its_reason(
             assert taker.frames == taker.answers == []
 
     run_scene(scene)
-
-
-def hangs_up(connection: socket.socket) -> bool:
-    connection.settimeout(5)
-    try:
-        return connection.recv(1) == b""
-    except ConnectionResetError:
-        return True
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -322,112 +267,5 @@ def test_a_step_that_takes_long_does_not_stop_the_sender(monkeypatch: pytest.Mon
                 connection.sendall(done_message())
                 await eventually(lambda: len(taker.answers) == 1)
                 assert taker.num_lent == 1, "it is still lent"
-
-    run_scene(scene)
-
-
-# -- who may connect
-
-
-async def is_refused(listener: DirectListener, said: bytes) -> bool:
-    def knock() -> bool:
-        with socket.create_connection(("127.0.0.1", listener.port), timeout=5) as connection:
-            connection.sendall(said)
-            return hangs_up(connection)
-
-    return await asyncio.to_thread(knock)
-
-
-def test_a_key_is_good_once_and_only_for_its_edge(caplog: pytest.LogCaptureFixture) -> None:
-    async def scene() -> None:
-        async with listening() as listener:
-            with listener.offer(Taker()) as offer, listener.offer(Taker()) as other:
-                assert len({offer.key, other.key}) == 2
-                assert await is_refused(listener, preface(bytes(KEY_BYTES)))
-                assert await is_refused(listener, MAGIC + b"\x63" + offer.key)  # another version
-                assert await is_refused(listener, b"GET / HTTP/1.1\r\nHost: somewhere.example.org\r\n\r\n")
-                connection, _ = await dial(Address("127.0.0.1", offer.port), offer.key)
-                assert await is_refused(listener, preface(offer.key))
-                connection.close()
-            assert await is_refused(listener, preface(other.key))
-
-    run_scene(scene)
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 1
-    assert "a connection there does not know the key of an edge" in warnings[0]
-
-
-def test_those_who_say_nothing_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte a second as well: the whole preface has one deadline."""
-    monkeypatch.setattr(direct_listener, "_PREFACE_DEADLINE_S", 0.1)
-
-    async def scene() -> None:
-        async with listening() as listener:
-            for said in (b"", preface(b"")):
-                assert await is_refused(listener, said)
-
-    run_scene(scene)
-
-
-@pytest.mark.parametrize("pause_s", [0.001, None], ids=["one by one", "all at once"])
-def test_a_flood_of_strangers_is_bounded_and_keeps_nobody_out(
-    monkeypatch: pytest.MonkeyPatch, pause_s: float | None
-) -> None:
-    monkeypatch.setattr(direct_listener, "_MAX_UNDECIDED", 4)
-
-    async def scene() -> None:
-        async with listening() as listener:
-            strangers = []
-            for _ in range(40):
-                strangers.append(socket.create_connection(("127.0.0.1", listener.port)))
-                if pause_s is not None:
-                    await asyncio.sleep(pause_s)
-                    assert len(listener._undecided) <= 4
-            for stranger in strangers[:36]:
-                assert await asyncio.to_thread(hangs_up, stranger)
-            assert len(listener._undecided) == 4
-            with listener.offer(Taker()) as offer:
-                connection, _ = await dial(Address("127.0.0.1", offer.port), offer.key)
-                connection.close()
-            for stranger in strangers:
-                stranger.close()
-
-    run_scene(scene)
-
-
-def test_a_port_in_use_is_named() -> None:
-    async def scene() -> None:
-        async with listening() as listener:
-            with pytest.raises(
-                InvalidConfig, match=rf"127.0.0.1:{listener.port} for direct connections: .*--edge-port"
-            ):
-                DirectListener.open(Address("127.0.0.1", listener.port))
-
-    run_scene(scene)
-
-
-def test_it_listens_wherever_the_host_is() -> None:
-    """`localhost` may be two addresses: both have the same port. [::] is every address, where there is IPv6."""
-
-    async def reachable(host: str, at: str) -> bool:
-        try:
-            listener = DirectListener.open(Address(host, 0))
-        except InvalidConfig:
-            return False
-        try:
-            with listener.offer(Taker()) as offer:
-                connection, _ = await dial(Address(at, offer.port), offer.key)
-                connection.close()
-            return True
-        finally:
-            await listener.close()
-
-    async def scene() -> None:
-        found: Callable[[str, str], Any] = reachable
-        assert await found("localhost", "127.0.0.1")
-        assert await found("0.0.0.0", "127.0.0.1")
-        if socket.has_ipv6 and await found("::1", "::1"):
-            assert await found("::", "127.0.0.1")
-            assert await found("localhost", "localhost")
 
     run_scene(scene)
