@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import pytest
+from typer.testing import CliRunner
 
+from lamina.coordinator.cli.app import app
 from lamina.coordinator.cli.chat import ChatSettings, chat
 from lamina.coordinator.cli.client import ServerClient
 from lamina.spec.errors import LaminaError
@@ -113,6 +115,15 @@ def test_a_question_that_fails_is_taken_back(
     server = talk(monkeypatch, "a", "fail", "b")
     assert server.asked[2] == [("user", "a"), ("assistant", "answer 1"), ("user", "b")]
     assert "the prompt has 4100 tokens, the context here is 4096" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("lines", "code"), [("a\nfail\nb\n", 1), ("a\nb\n", 0), ("", 0)])
+def test_a_script_hears_of_a_question_that_failed(monkeypatch: pytest.MonkeyPatch, lines: str, code: int) -> None:
+    """By the exit code, once all lines have been asked; on a terminal who asks has seen it."""
+    server = Server()
+    monkeypatch.setattr("lamina.coordinator.cli.server_commands.ServerClient", lambda *_: server)
+    result = CliRunner().invoke(app, ["chat"], input=lines)
+    assert (result.exit_code, len(server.asked)) == (code, len(lines.splitlines()))
 
 
 @pytest.mark.parametrize("closed", ["stdin", "stdout"])

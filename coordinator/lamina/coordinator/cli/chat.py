@@ -27,8 +27,8 @@ class ChatSettings:
     max_tokens: int | None
 
 
-def chat(client: ServerClient, settings: ChatSettings) -> None:
-    """Until the input ends. Raises Unavailable if the server does not answer."""
+def chat(client: ServerClient, settings: ChatSettings) -> bool:
+    """Until the input ends; whether every question was answered. Raises Unavailable if the server does not answer."""
     conversation = _Conversation(client, settings, client.get("/v1/models")["data"][0])
     take_any_text()
     is_interactive = sys.stdin is not None and sys.stdin.isatty()
@@ -36,11 +36,13 @@ def chat(client: ServerClient, settings: ChatSettings) -> None:
         _say(f"{conversation.model['id']}. /help lists what else may be typed; Ctrl-D leaves, Ctrl-C stops an answer.")
         with suppress(ImportError):
             import readline  # noqa: F401 (arrow keys and a history for input())
+    all_answered = True
     while (line := _read_line(is_interactive)) not in (None, "/exit", "/quit"):
         if line and re.match(r"/[a-z]*(\s|$)", line):  # what has a further slash is a path, which is text
             conversation.obey(line)
         elif line:
-            conversation.ask(line, with_timings=is_interactive)
+            all_answered &= conversation.ask(line, with_timings=is_interactive)
+    return all_answered or is_interactive  # who sits there has seen it
 
 
 def _say(text: str) -> None:
@@ -83,8 +85,8 @@ class _Conversation:
             case _:
                 _say(f"there is no {word}; /help lists what there is")
 
-    def ask(self, question: str, *, with_timings: bool) -> None:
-        """Print the answer as it comes and add it to the conversation; a failed one takes its question back."""
+    def ask(self, question: str, *, with_timings: bool) -> bool:
+        """Print the answer as it comes and add it to the conversation; a failed one takes its question back: False."""
         self._messages.append({"role": "user", "content": question})
         pieces: list[str] = []
         try:
@@ -94,11 +96,12 @@ class _Conversation:
         except LaminaError as error:
             self._messages.pop()
             _say(f"\n{error}")
-            return
+            return False
         print(flush=True)
         self._messages.append({"role": "assistant", "content": "".join(pieces)})
         if with_timings and self._timings:
             _say(f"[{_timing_line(self._timings)}]")
+        return True
 
     def _stream(self, pieces: list[str]) -> None:
         system = [{"role": "system", "content": self._system}] if self._system else []

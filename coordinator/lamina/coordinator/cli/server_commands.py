@@ -145,7 +145,8 @@ def chat(
     config: Config = None,
 ) -> None:
     """Talk to a running server."""
-    run_chat(ServerClient(url, api_key), ChatSettings(system, temperature, max_tokens or None))
+    if not run_chat(ServerClient(url, api_key), ChatSettings(system, temperature, max_tokens or None)):
+        raise typer.Exit(1)
 
 
 def status(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: options.Json = False, config: Config = None) -> None:
