@@ -153,7 +153,8 @@ class DeviceThread:
 
     def _take_facts(self, outcome: DeviceFacts | Exception) -> None:
         if isinstance(outcome, Exception):
-            _log.error("the device's memory could not be read", exc_info=outcome)
+            cause = None if isinstance(outcome, OSError) else outcome  # no file descriptor left, say: no fault of ours
+            _log.error("the device's memory could not be read: %s", outcome, exc_info=cause)
         else:
             self.last_facts = outcome
         reading, self._reading = self._reading, None
